@@ -1,0 +1,64 @@
+"""Shows how far a phase is."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseProgress:
+    """How far a phase of a batch is.
+
+    Args:
+        phase: "prefill", "modify" or "decode".
+        total: Streams that take part.
+        done: Streams that are through, failed ones included.
+        failed: Streams that failed.
+    """
+
+    phase: str
+    total: int
+    done: int = 0
+    failed: int = 0
+
+
+ProgressCallback: TypeAlias = Callable[[PhaseProgress], object]
+ProgressOption: TypeAlias = ProgressCallback | Literal[False] | None
+
+
+@contextmanager
+def watching(progress: ProgressOption, phase: str) -> Iterator[ProgressCallback]:
+    """What to tell a phase's progress to: the caller's callback, a bar on a terminal (None), or nobody (False)."""
+    if callable(progress):
+        yield progress
+    elif progress is None and sys.stderr.isatty():
+        with _bar(phase) as show:
+            yield show
+    else:
+        yield lambda _: None
+
+
+@contextmanager
+def _bar(phase: str) -> Iterator[ProgressCallback]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[failed]}"),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(phase, total=None, failed="")
+
+        def show(at: PhaseProgress) -> None:
+            failed = f"{at.failed} failed" if at.failed else ""
+            bar.update(task, total=at.total, completed=at.done, failed=failed)
+
+        yield show

@@ -1,0 +1,204 @@
+"""What a stream knows, and how it changes: no I/O.
+
+The full logical sequence is `tokens` + `suffix`. Nothing is lost and nothing is doubled: what is sent to the engine is
+always kept ids + tail + suffix + generated ids, each once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Final
+
+from lmcache_stream.errors import UsageError
+from lmcache_stream.metrics import StreamPerfMetrics
+from lmcache_stream.types import Completion, TokenEvent
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+MAX_SALT_LENGTH: Final = 128
+_NONCE_BYTES: Final = 12
+_SALT_SEPARATOR: Final = "~"
+
+
+def fresh_salt(original: str) -> str:
+    """A new `cache_salt` for an edit, derived from the caller's original one; at most 128 characters."""
+    nonce = secrets.token_hex(_NONCE_BYTES)
+    room = MAX_SALT_LENGTH - len(nonce) - len(_SALT_SEPARATOR)
+    if len(original) > room:
+        original = hashlib.blake2b(original.encode(), digest_size=32).hexdigest()
+    return f"{original}{_SALT_SEPARATOR}{nonce}"
+
+
+def whole_chunks(tokens: int, chunk_size: int) -> int:
+    """`tokens` cut to whole chunks."""
+    return tokens // chunk_size * chunk_size
+
+
+def check_token_ids(tokens: Iterable[int], what: str) -> list[int]:
+    """`tokens` as a list of plain non-negative ints; `UsageError` names `what` otherwise."""
+    if isinstance(tokens, str | bytes):
+        raise UsageError(f"{what} must be token ids, not text: tokenize it first")
+    ids = tokens.tolist() if hasattr(tokens, "tolist") else list(tokens)
+    for position, token in enumerate(ids):
+        if type(token) is not int:
+            try:
+                ids[position] = token = token.__index__()
+            except (AttributeError, TypeError):
+                raise UsageError(f"{what}[{position}] is {token!r}, not a token id") from None
+        if token < 0:
+            raise UsageError(f"{what}[{position}] is {token}: a token id is not negative")
+    return ids
+
+
+@dataclass(slots=True)
+class StreamState:
+    """A stream between two operations.
+
+    Args:
+        tokens: Sequence that backs the stored KV; sent as the next prompt.
+        salt: The `cache_salt` under which that KV lies.
+        original_salt: The caller's own.
+        suffix: Tokens after `tokens` that have no stored KV; sent once, with the next request.
+        expected: How many of `tokens` the cache should come to hold: what was sent, or what was stored.
+        stored: How many of `tokens` are the ids of a stored edit; 0 without one.
+    """
+
+    tokens: list[int]
+    salt: str
+    original_salt: str
+    suffix: list[int] = field(default_factory=list)
+    expected: int = 0
+    stored: int = 0
+    generated: list[int] = field(default_factory=list)
+    text_parts: list[str] = field(default_factory=list)
+    decoded: int = 0
+    done: bool = False
+    finish_reason: str | None = None
+    last_metrics: StreamPerfMetrics | None = None
+
+    def copy(self) -> StreamState:
+        """An independent copy."""
+        return replace(
+            self,
+            tokens=self.tokens.copy(),
+            suffix=self.suffix.copy(),
+            generated=self.generated.copy(),
+            text_parts=self.text_parts.copy(),
+        )
+
+    def replace_prefix(self, stored: Sequence[int], unstored: Sequence[int], tail: Sequence[int], salt: str) -> None:
+        """Back the stream by an edit: `stored` ids lie in the cache under `salt`.
+
+        Args:
+            stored: Ids of the whole chunks that were stored.
+            unstored: The edit's ids after them, less than a chunk: recomputed with the next request.
+            tail: Ids that came after the edited prefix.
+            salt: Where `stored` lies.
+        """
+        self.suffix = [*unstored, *tail, *self.suffix]
+        self.tokens = list(stored)
+        self.salt = salt
+        self.expected = self.stored = len(self.tokens)
+        self.done = False
+        self.finish_reason = None
+
+
+class Request:
+    """One request of a stream: the state moves with its first token, not before.
+
+    Args:
+        state: The stream's.
+        suffix: The caller's suffix tokens.
+        max_tokens: As asked for; None if not.
+    """
+
+    def __init__(self, state: StreamState, suffix: Sequence[int], max_tokens: int | None) -> None:
+        self._state = state
+        self._max_tokens = max_tokens
+        self.ids = [*state.tokens, *state.suffix, *suffix]
+        self.start = time.perf_counter()
+        self.times: list[float] = []
+        self.consumed = False
+        self.completion: Completion | None = None
+
+    @property
+    def arrived(self) -> int:
+        """Tokens that came so far."""
+        return len(self.times)
+
+    def record(self, item: TokenEvent | Completion) -> None:
+        """Take one item from the engine into the stream's state."""
+        if self.completion is not None:
+            raise UsageError("post_completion yielded something after its Completion: that must be the last item")
+        if isinstance(item, TokenEvent):
+            state = self._state
+            if not self.consumed:
+                self._consume()
+            if item.token_id is not None:
+                self.times.append(time.perf_counter() if item.time is None else item.time)
+                state.tokens.append(item.token_id)
+                state.generated.append(item.token_id)
+                state.decoded += 1
+            if item.text:
+                state.text_parts.append(item.text)
+        elif isinstance(item, Completion):
+            self.completion = item
+        else:
+            raise UsageError(f"post_completion must yield TokenEvent(token_id, text), not {type(item).__name__}")
+
+    def _consume(self) -> None:
+        state = self._state
+        state.tokens = self.ids.copy()
+        state.suffix = []
+        state.expected = len(self.ids)
+        state.done = False
+        state.finish_reason = None
+        self.consumed = True
+
+    def finish(self) -> None:
+        """The engine ended the request by itself: decide whether the stream is done."""
+        if not self.consumed:
+            self._consume()
+        state = self._state
+        reason = self.completion.finish_reason if self.completion else None
+        state.finish_reason = reason
+        if reason is None:
+            state.done = self._max_tokens is not None and self.arrived < self._max_tokens
+        else:
+            state.done = reason not in ("length", "abort", "error")
+
+    @property
+    def aborted(self) -> bool:
+        """Whether the engine gave up on the request."""
+        return self.completion is not None and self.completion.finish_reason in ("abort", "error")
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """Prompt tokens that the engine took from a cache; None if it does not say."""
+        usage = self.completion.usage if self.completion else None
+        return usage.cached_tokens if usage else None
+
+    def shortfall(self, stored: int, chunk_size: int) -> int:
+        """How many of the `stored` tokens of an edit the engine computed itself; 0 if it does not say.
+
+        An engine always computes the last token of a prompt, with the rest of its chunk.
+        """
+        cached = self.cached_tokens
+        if cached is None:
+            return 0
+        return max(0, min(stored, whole_chunks(len(self.ids) - 1, chunk_size)) - cached)
+
+    def metrics(self, *, shortfall: int = 0) -> StreamPerfMetrics:
+        """What the request took, up to now."""
+        return StreamPerfMetrics.from_times(
+            start=self.start,
+            end=time.perf_counter(),
+            times=self.times,
+            input_tokens=len(self.ids),
+            cached_tokens=self.cached_tokens,
+            edit_shortfall=shortfall,
+        )
