@@ -216,7 +216,11 @@ class Metrics:
         if self.fmt == "json":
             out.write(json.dumps(self.to_dict(), indent=2) + "\n")
         else:
-            Console(file=out, width=self.width, force_jupyter=False).print(self._table())
+            # Decided here, not by FORCE_COLOR: Jupyter sets that for output that no terminal shows.
+            console = Console(
+                file=out, width=self.width, force_jupyter=False, color_system="auto" if out.isatty() else None
+            )
+            console.print(self._table())
 
     def _table(self) -> Table:
         table = Table(
@@ -305,7 +309,7 @@ def decode_metrics(
     means = [math.fsum(stream.tpot) / len(stream.tpot) for stream in streams if stream.tpot]
     gaps = [gap for stream in streams for gap in stream.tpot]
     _add_distribution(metrics, "ttft", "Time to first token", _ttfts(streams))
-    _add_distribution(metrics, "tpot", "Time per output token, after the first", means)
+    _add_distribution(metrics, "tpot", "Time per output token", means)
     _add_distribution(metrics, "itl", "Inter-token latency", gaps)
     _add_cache(metrics, streams)
     _add_failures(metrics, failures)
@@ -335,7 +339,7 @@ def modify_metrics(
     edit.add("kept_ratio", "Kept ratio", after / before if before else None)
     edit.add("recomputed", "Tokens left to recompute", sum(receipt.recomputed for receipt in receipts))
     edit.add("bytes_moved", "Bytes moved", sum(receipt.bytes_moved for receipt in receipts))
-    steps = metrics.add_section("steps", f"Steps of one stream (s): {', '.join(STATISTICS)}")
+    steps = metrics.add_section("steps", f"Steps (s): {', '.join(STATISTICS)}")
     for step in STEPS:
         seconds = _distribution([receipt.seconds[step] for receipt in receipts if step in receipt.seconds])
         steps.add_row(step.capitalize(), {f"{step}_{key}": value for key, value in seconds.items()})

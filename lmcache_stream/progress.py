@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+__all__ = ["PhaseProgress", "ProgressCallback", "ProgressOption", "watching"]
+
 
 @dataclass(frozen=True, slots=True)
 class PhaseProgress:
