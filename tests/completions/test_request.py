@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lmcache_stream.completions.request import check_request, request_body
+from lmcache_stream.errors import UsageError
+
+RESERVED = {"model", "prompt", "stream", "return_token_ids", "stream_options", "cache_salt"}
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**53), 2**53)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda children: st.lists(children, max_size=3) | st.dictionaries(st.text(), children, max_size=3),
+    max_leaves=10,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.dictionaries(st.text().filter(lambda key: key not in RESERVED), json_values, max_size=5))
+def test_any_json_values_arrive_and_nothing_is_changed(params: dict[str, Any]) -> None:
+    before = json.dumps(params)
+    body = json.loads(request_body([1, 2], params, "salt", "m"))
+    assert json.dumps(params) == before
+    assert body == {
+        **json.loads(before),
+        "model": "m",
+        "prompt": [1, 2],
+        "stream": True,
+        "return_token_ids": True,
+        "stream_options": {"include_usage": True},
+        "cache_salt": "salt",
+    }
+
+
+def test_empty_salt_is_left_out() -> None:
+    assert "cache_salt" not in json.loads(request_body([1], {}, "", "m"))
+    assert "cache_salt" not in json.loads(request_body([1], {"cache_salt": ""}, "", "m"))
+
+
+@pytest.mark.parametrize(
+    ("given_options", "sent"),
+    [
+        (None, {"include_usage": True}),
+        ({"continuous_usage_stats": True}, {"include_usage": True, "continuous_usage_stats": True}),
+        ({"include_usage": False}, {"include_usage": False}),
+    ],
+)
+def test_stream_options_are_merged(given_options: Any, sent: Any) -> None:
+    params = {"stream_options": given_options}
+    assert json.loads(request_body([1], params, "", "m"))["stream_options"] == sent
+    assert params == {"stream_options": given_options}
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"stream": False},
+        {"return_token_ids": False},
+        {"echo": True},
+        {"n": 2},
+        {"best_of": 4},
+        {"use_beam_search": True},
+        {"prompt_logprobs": 0},
+        {"prompt": "text"},
+        {"prompt_embeds": "AAAA"},
+        {"cache_salt": "other"},
+        {"model": "other"},
+        {"stream_options": 3},
+        {"temperature": float("nan")},
+        {"logit_bias": {"2": float("inf")}},
+        {"stop": ["a", float("inf")]},
+    ],
+)
+def test_what_cannot_be_one_stream_is_refused(params: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=next(iter(params))):
+        check_request([1], params, "salt", "m")
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"stream": True, "return_token_ids": True, "echo": False, "n": 1, "best_of": 1, "prompt_logprobs": None},
+        {"cache_salt": "salt"},
+        {"model": "m"},
+        {"model": None, "n": None, "stream_options": None},
+        {"logit_bias": {2: 100}, "stop_token_ids": (1, 2)},
+    ],
+)
+def test_what_says_the_same_is_allowed(params: dict[str, Any]) -> None:
+    check_request([1], params, "salt", "m")
+    body = json.loads(request_body([1], params, "salt", "m"))
+    assert (body["model"], body["cache_salt"], body["stream"]) == ("m", "salt", True)
+
+
+@pytest.mark.parametrize("prompt", ["text", b"text", []])
+def test_prompt_must_be_ids(prompt: Any) -> None:
+    with pytest.raises(UsageError, match="prompt_token_ids"):
+        check_request(prompt, {}, "", None)
+
+
+def test_sampling_params_must_be_a_mapping() -> None:
+    with pytest.raises(UsageError, match="sampling_params"):
+        check_request([1], [("n", 1)], "", None)  # type: ignore[arg-type]
+
+
+def test_what_json_has_no_word_for() -> None:
+    with pytest.raises(UsageError, match="JSON"):
+        request_body([1], {"seed": object()}, "", "m")
+
+
+def test_any_sequence_of_ids() -> None:
+    assert json.loads(request_body((1, 2), {}, "", "m"))["prompt"] == [1, 2]
+    assert json.loads(request_body(range(3), {}, "", "m"))["prompt"] == [0, 1, 2]
