@@ -1,0 +1,55 @@
+"""Quantisation: what fewer bits would do to the KV."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+
+from lmcache_stream.editors.base import Edit, EditInput, Editor
+from lmcache_stream.errors import UsageError
+
+__all__ = ["Quantize"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantize(Editor):
+    """Rounds the KV to int8 or fp8 and back, symmetric, one scale for each layer and channel; keeps every token.
+
+    Keys vary most by channel, so they are scaled by channel (Liu et al. 2024, "KIVI", arXiv:2402.02750).
+
+    Args:
+        to: "int8" or "fp8" (e4m3).
+        keys: Whether keys are rounded; with MLA they are the latent.
+        values: Whether values are rounded.
+    """
+
+    name: ClassVar[str] = "quantize"
+    keeps_all: ClassVar[bool] = True
+
+    to: Literal["int8", "fp8"] = "int8"
+    keys: bool = True
+    values: bool = True
+
+    def __post_init__(self) -> None:
+        if self.to not in ("int8", "fp8"):
+            raise UsageError(f"to must be int8 or fp8, not {self.to!r}")
+
+    def edit(self, x: EditInput) -> Edit:
+        """Round each plane: see the class and `Editor.edit`."""
+        x = self._prepared(x)
+        kv = x.kv.clone(memory_format=torch.contiguous_format)
+        planes = [plane for plane, on in zip(kv, (self.keys, self.values), strict=False) if on]
+        if x.tokens:
+            for layer in (layer for plane in planes for layer in plane):
+                layer.copy_(self._round_trip(layer.float()))
+        return Edit(kv=kv, tokens=x.tokens, kept_positions=torch.arange(len(x.tokens), device=kv.device))
+
+    def _round_trip(self, layer: torch.Tensor) -> torch.Tensor:
+        """float32 `[T, D]`."""
+        largest = 127.0 if self.to == "int8" else torch.finfo(torch.float8_e4m3fn).max
+        scale = layer.abs().amax(dim=0).clamp_min(1e-30) / largest
+        scaled = layer / scale
+        rounded = scaled.round() if self.to == "int8" else scaled.to(torch.float8_e4m3fn).float()
+        return rounded * scale

@@ -1,0 +1,71 @@
+"""Editors by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from importlib.metadata import entry_points
+from typing import Any, Final, TypeVar
+
+from lmcache_stream.editors.base import Editor
+from lmcache_stream.errors import UsageError
+
+__all__ = ["ENTRY_POINTS", "get", "names", "register"]
+
+ENTRY_POINTS: Final = "lmcache_stream.editors"
+"""Group of entry points under which other packages offer editors: name = "package.module:Class"."""
+
+E = TypeVar("E", bound=Editor)
+
+_EDITORS: dict[str, type[Editor]] = {}
+
+
+def register(editor: type[E]) -> type[E]:
+    """Make an editor class known under its `name`; usable as a decorator.
+
+    Raises:
+        UsageError: It is no editor, has no name, or another class has that name.
+    """
+    _check_class(editor, repr(editor))
+    if not editor.name:
+        raise UsageError(f"{editor.__name__} has no name: set the class attribute `name`")
+    if _EDITORS.setdefault(editor.name, editor) is not editor:
+        raise UsageError(f"the name {editor.name!r} belongs to {_EDITORS[editor.name].__name__} already")
+    return editor
+
+
+def names() -> list[str]:
+    """Names of all editors, sorted: the package's own, registered ones and those of entry points."""
+    return sorted({*_EDITORS, *(point.name for point in entry_points(group=ENTRY_POINTS))})
+
+
+def get(name: str, **params: Any) -> Editor:
+    """Make the editor called `name` (underscores count as hyphens) with its parameters.
+
+    Raises:
+        UsageError: No such editor or parameter; the message lists the choices.
+    """
+    editor = _find(name.replace("_", "-"))
+    known = [field.name for field in dataclasses.fields(editor) if field.init]
+    unknown = sorted(set(params) - set(known))
+    if unknown:
+        raise UsageError(f"{editor.name} has no parameter {', '.join(unknown)}: choose from {', '.join(known)}")
+    try:
+        return editor(**params)
+    except TypeError as error:
+        raise UsageError(f"{editor.name}: {error}") from error
+
+
+def _find(name: str) -> type[Editor]:
+    if name in _EDITORS:
+        return _EDITORS[name]
+    for point in entry_points(group=ENTRY_POINTS):
+        if point.name == name:
+            return _check_class(point.load(), f"entry point {name!r} ({point.value})")
+    raise UsageError(f"no editor is called {name!r}: choose from {', '.join(names())}")
+
+
+def _check_class(found: object, what: str) -> type[Editor]:
+    if not (inspect.isclass(found) and issubclass(found, Editor)):
+        raise UsageError(f"{what} is no subclass of Editor")
+    return found

@@ -1,0 +1,78 @@
+"""Editors made of editors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from lmcache_stream.editors import Compose, KeyDiff, MiddleOut, PerLayer, Quantize, Random, SnapKV, StreamingLLM
+from lmcache_stream.errors import UsageError
+from tests.editors.inputs import CHUNK, LAYERS, given, kept_by_head, picked, unrotated
+
+SCOPES: tuple[Any, ...] = ("shared", "layer", "head")
+
+
+@pytest.mark.parametrize("first", SCOPES)
+@pytest.mark.parametrize("then", SCOPES)
+def test_positions_are_those_of_the_first_input(first: Any, then: Any) -> None:
+    x = given(8 * CHUNK)
+    edit = Compose(editors=(KeyDiff(scope=first), Random(scope=then))).edit(x)
+    assert len(edit.tokens) == 2 * CHUNK
+    kept = kept_by_head(edit)
+    raw = unrotated(x.kv, torch.arange(len(x.tokens)))
+    torch.testing.assert_close(unrotated(edit.kv, torch.arange(2 * CHUNK)), picked(raw, kept), atol=5e-5, rtol=1e-4)
+    assert torch.equal(edit.kv[1], picked(x.kv[1], kept))
+    assert edit.asked == 0.5
+    assert edit.kept_positions is not None
+    wider = max(SCOPES.index(first), SCOPES.index(then))
+    assert edit.kept_positions.dim() == wider + 1
+
+
+def test_equals_one_after_the_other() -> None:
+    x = given(8 * CHUNK)
+    half = StreamingLLM(keep=4 * CHUNK).edit(x)
+    expected = MiddleOut(keep=CHUNK).edit(replace(x, kv=half.kv, tokens=half.tokens, queries=None))
+    edit = Compose(editors=(StreamingLLM(keep=4 * CHUNK), MiddleOut(keep=CHUNK))).edit(x)
+    assert edit.tokens == expected.tokens
+    assert torch.equal(edit.kv, expected.kv)
+
+
+def test_names_stand_for_defaults() -> None:
+    assert Compose(editors=("quantize", "streaming_llm")).editors == (Quantize(), StreamingLLM())
+
+
+def test_queries_come_before_dropping() -> None:
+    assert Compose(editors=(Quantize(), SnapKV(), StreamingLLM())).needs == {"heads", "queries"}
+    Compose(editors=(Quantize(), SnapKV())).edit(given(4 * CHUNK))
+    with pytest.raises(UsageError, match="snapkv needs the prompt's queries"):
+        Compose(editors=(StreamingLLM(), SnapKV()))
+
+
+@pytest.mark.parametrize("editors", [(), (3,), (Compose,)])
+def test_nothing_to_compose_is_refused(editors: Any) -> None:
+    with pytest.raises(UsageError, match="compose needs editors"):
+        Compose(editors=editors)
+
+
+def test_each_layer_by_its_own_method() -> None:
+    x = given(6 * CHUNK)
+    edit = PerLayer(default=KeyDiff(), layers={0: StreamingLLM(), 2: Random(scope="layer")}, sinks=2).edit(x)
+    assert edit.kept_positions is not None
+    assert edit.kept_positions.shape == (LAYERS, 3 * CHUNK)
+    for layer, method in enumerate((StreamingLLM(), KeyDiff(), Random(scope="layer"))):
+        alone = replace(method, scope="layer", sinks=2).edit(x).kept_positions
+        assert alone is not None
+        assert torch.equal(edit.kept_positions[layer], alone[layer])
+
+
+def test_schedules_that_cannot_be_are_refused() -> None:
+    with pytest.raises(UsageError, match="scope"):
+        PerLayer(scope="shared")
+    with pytest.raises(UsageError, match="drop tokens"):
+        PerLayer(layers={0: Quantize()})  # type: ignore[dict-item]  # wrong on purpose
+    with pytest.raises(UsageError, match=r"layers \[7\] of a model with 3"):
+        PerLayer(layers={7: Random()}).edit(given(6 * CHUNK))
+    assert PerLayer(layers={0: SnapKV()}).needs == {"heads", "queries"}
