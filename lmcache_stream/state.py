@@ -182,15 +182,15 @@ class Request:
         usage = self.completion.usage if self.completion else None
         return usage.cached_tokens if usage else None
 
-    def shortfall(self, stored: int, chunk_size: int) -> int:
+    def shortfall(self, stored: int) -> int:
         """How many of the `stored` tokens of an edit the engine computed itself; 0 if it does not say.
 
-        An engine always computes the last token of a prompt, with the rest of its chunk.
+        An engine always computes the last token of a prompt.
         """
         cached = self.cached_tokens
         if cached is None:
             return 0
-        return max(0, min(stored, whole_chunks(len(self.ids) - 1, chunk_size)) - cached)
+        return max(0, min(stored, len(self.ids) - 1) - cached)
 
     def metrics(self, *, shortfall: int = 0) -> StreamPerfMetrics:
         """What the request took, up to now."""

@@ -1,0 +1,800 @@
+"""One request over several passes: prefill, modify its KV, decode.
+
+`AsyncLMCacheStream` holds the logic; `LMCacheStream` is its synchronous, documented face.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+import weakref
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, Self, TypeVar
+
+import anyio
+import torch
+
+from lmcache_stream import portal
+from lmcache_stream.callables import Items, call, event_batches
+from lmcache_stream.editors.base import Edit, EditInput, Editor
+from lmcache_stream.errors import (
+    CacheError,
+    CoverageTimeout,
+    EditNotUsed,
+    LMCacheStreamError,
+    StoreError,
+    StreamTimeout,
+    UsageError,
+)
+from lmcache_stream.kvcache.context import AsyncKVCacheContext, KVCacheContext, StoreOutcome
+from lmcache_stream.metrics import StreamPerfMetrics
+from lmcache_stream.state import Request, StreamState, check_token_ids, fresh_salt, whole_chunks
+from lmcache_stream.types import AsyncPostCompletion, CacheKind, PostCompletion, TokenEvent
+
+__all__ = [
+    "AsyncLMCacheStream",
+    "LMCacheStream",
+    "LMCacheStreamError",
+    "ModifyFn",
+    "ModifyReceipt",
+    "PostCompletion",
+    "StreamPerfMetrics",
+    "TokenEvent",
+    "create_request",
+    "generate",
+    "get",
+    "update",
+]
+
+logger = logging.getLogger("lmcache_stream")
+
+T = TypeVar("T")
+OnShortfall = Literal["raise", "report"]
+ModifyFn = Callable[[torch.Tensor, list[int]], Any]
+"""`fn(kv [2, L, T, D], tokens) -> (new_kv [2, L, T', D], new_tokens)`, sync or async; None: nothing to store."""
+
+_RELEASE_TIMEOUT: Final = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModifyReceipt:
+    """What one edit of a stream's KV did.
+
+    Args:
+        tokens_before: Tokens of the KV that the editor was given.
+        tokens_after: Tokens of the KV that it returned.
+        kept_positions: Positions, before the edit, of the tokens kept, int64 `[T']`, `[L, T']` or `[L, H, T']`; None
+            where the editor does not say.
+        asked: The budget that the editor was asked for, a ratio or a token count; None where there is none.
+        chunks_stored: Whole chunks that the cache took.
+        recomputed: Tokens of the edit after the last whole chunk: the engine computes their KV from their ids.
+        bytes_moved: Bytes of KV read from the cache and written to it.
+        seconds: Time in each step: `wait` for coverage, `retrieve`, `edit`, `store`.
+        salt: The `cache_salt` under which the edit lies.
+        stored: False when `fn` returned None: nothing was stored and the stream is unchanged.
+    """
+
+    tokens_before: int
+    tokens_after: int
+    kept_positions: torch.Tensor | None = field(default=None, compare=False)
+    asked: float | int | None = None
+    chunks_stored: int = 0
+    recomputed: int = 0
+    bytes_moved: int = 0
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    salt: str = ""
+    stored: bool = True
+
+
+class _StreamFace:
+    """What both faces answer from the stream's state alone."""
+
+    _state: StreamState
+    _stream_id: str
+    _post_completion: PostCompletion | AsyncPostCompletion
+
+    def stream_id(self) -> str:
+        """The stream's unique id."""
+        return self._stream_id
+
+    def suffix_tokens(self) -> list[int]:
+        """Tokens that have no stored KV and go in front of the next request's own suffix; a copy."""
+        return self._state.suffix.copy()
+
+    def decoded_tokens(self) -> int:
+        """How many tokens were generated so far, over all requests."""
+        return self._state.decoded
+
+    def output_text(self) -> str:
+        """The text generated so far, over all requests."""
+        return "".join(self._state.text_parts)
+
+    def output_tokens(self) -> list[int]:
+        """The ids of the tokens generated so far, over all requests, and only those; a copy."""
+        return self._state.generated.copy()
+
+    def is_done(self) -> bool:
+        """Whether the last request ended by itself (EOS, a stop string), not by its length."""
+        return self._state.done
+
+    def finish_reason(self) -> str | None:
+        """Why the last request ended, as the engine says ("stop", "length", ...); None if it does not say."""
+        return self._state.finish_reason
+
+    @property
+    def tokens(self) -> list[int]:
+        """Sequence that backs the stored KV; the next request sends it, then the suffix. A copy."""
+        return self._state.tokens.copy()
+
+    @property
+    def done(self) -> bool:
+        """The same as `is_done()`."""
+        return self._state.done
+
+    @property
+    def cache_salt(self) -> str:
+        """The `cache_salt` of the next request: the caller's, or that of the last edit."""
+        return self._state.salt
+
+    @property
+    def post_completion(self) -> PostCompletion | AsyncPostCompletion:
+        """What calls the engine."""
+        return self._post_completion
+
+    @property
+    def last_metrics(self) -> StreamPerfMetrics | None:
+        """Metrics of the last request, also of one that was left early or failed; None before the first."""
+        return self._state.last_metrics
+
+    def __repr__(self) -> str:
+        state = self._state
+        return (
+            f"{type(self).__name__}({self._stream_id}, tokens={len(state.tokens)}, suffix={len(state.suffix)}, "
+            f"decoded={state.decoded}, done={state.done})"
+        )
+
+
+class AsyncLMCacheStream(_StreamFace):
+    """One logical request that spans several passes of an engine over KV that the caller edits.
+
+    One operation at a time: a second one while the first runs is a `UsageError`. A failure before the first token
+    leaves everything as it was. After it, what was sent and what arrived is part of `tokens`, and the error says so.
+
+    Args:
+        ctx: The cache that the engine offloads KV to, from `aconnect`.
+        post_completion: Calls the engine with `(prompt_token_ids, sampling_params, cache_salt)`: a `CompletionsClient`,
+            an async generator function, or a plain blocking callable that returns an iterable.
+        prompt_token_ids: The prompt.
+        cache_salt: Isolates this request's KV from other users'; at most 128 characters.
+        salt_edits: Whether every edit gets a `cache_salt` of its own. Without it, an edit that keeps the ids of a
+            chunk is a `StoreError`: a cache keeps the chunk that it has.
+        on_shortfall: What to do when the engine did not take the whole stored edit from the cache: "raise"
+            `EditNotUsed`, or "report" it in the metrics (`edit_shortfall`).
+
+    Raises:
+        UsageError: Ids that are no token ids, or an unknown `on_shortfall`.
+        TypeError: A synchronous context.
+    """
+
+    def __init__(
+        self,
+        ctx: AsyncKVCacheContext,
+        post_completion: PostCompletion | AsyncPostCompletion,
+        prompt_token_ids: Sequence[int],
+        cache_salt: str = "",
+        *,
+        salt_edits: bool = True,
+        on_shortfall: OnShortfall = "raise",
+    ) -> None:
+        if not isinstance(ctx, AsyncKVCacheContext):
+            raise TypeError(
+                "AsyncLMCacheStream takes a context from aconnect(...); LMCacheStream takes one from connect(...)"
+            )
+        if not callable(post_completion):
+            raise TypeError("post_completion must be callable as (prompt_token_ids, sampling_params, cache_salt)")
+        if on_shortfall not in ("raise", "report"):
+            raise UsageError(f'on_shortfall must be "raise" or "report", not {on_shortfall!r}')
+        tokens = check_token_ids(prompt_token_ids, "prompt_token_ids")
+        if not tokens:
+            raise UsageError("prompt_token_ids is empty: an engine needs at least one token")
+        self._ctx = ctx
+        self._post_completion = post_completion
+        self._salt_edits = salt_edits
+        self._on_shortfall: OnShortfall = on_shortfall
+        self._stream_id = str(uuid.uuid4())
+        self._state = StreamState(tokens=tokens, salt=cache_salt, original_salt=cache_salt, expected=len(tokens))
+        self._operation: str | None = None
+        self._idle = asyncio.Event()
+        self._open_events: weakref.ref[AsyncGenerator[TokenEvent, None]] | None = None
+
+    @property
+    def ctx(self) -> AsyncKVCacheContext:
+        """The cache."""
+        return self._ctx
+
+    async def generate(
+        self, sampling_params: Mapping[str, Any], suffix_tokens: Sequence[int] = (), *, timeout: float | None = None
+    ) -> StreamPerfMetrics:
+        """Run one pass of the engine to its end: send `tokens`, the pending suffix and `suffix_tokens`, and decode.
+
+        Args:
+            sampling_params: The engine's, as JSON values; `max_tokens` 1 is a prefill.
+            suffix_tokens: Ids to append to the prompt.
+            timeout: Seconds for the whole pass; None: no limit of its own.
+
+        Returns:
+            The pass's metrics; times in seconds.
+
+        Raises:
+            LMCacheStreamError: The engine or the cache failed (`arrived`, `suffix_consumed`).
+            EditNotUsed: The engine did not decode from the stored edit.
+            StreamTimeout: It did not end in time.
+            UsageError: Arguments that cannot be right, or an operation under way.
+        """
+        async with self._exclusive("generate"):
+            request = self._request(sampling_params, suffix_tokens)
+            async with aclosing(self._exchange(request, sampling_params, timeout)) as batches:
+                async for batch in batches:
+                    for item in batch:
+                        request.record(item)
+            assert self._state.last_metrics is not None
+            return self._state.last_metrics
+
+    def events(
+        self, sampling_params: Mapping[str, Any], suffix_tokens: Sequence[int] = (), *, timeout: float | None = None
+    ) -> AsyncGenerator[TokenEvent, None]:
+        """Run one pass of the engine, token by token: `async for event in stream.events(...)`.
+
+        The tokens handed out are part of the stream. Leaving early closes the engine's response and keeps those that
+        were handed out; `last_metrics` holds the pass's metrics afterwards. Arguments and errors are those of
+        `generate`.
+        """
+        holder: list[weakref.ref[AsyncGenerator[TokenEvent, None]]] = []
+        events = self._events(sampling_params, suffix_tokens, timeout, holder)
+        holder.append(weakref.ref(events))
+        return events
+
+    async def _events(
+        self,
+        sampling_params: Mapping[str, Any],
+        suffix_tokens: Sequence[int],
+        timeout: float | None,
+        holder: list[weakref.ref[AsyncGenerator[TokenEvent, None]]],
+    ) -> AsyncGenerator[TokenEvent, None]:
+        async with self._exclusive("events"):
+            self._open_events = holder[0]
+            request = self._request(sampling_params, suffix_tokens)
+            async with aclosing(self._exchange(request, sampling_params, timeout)) as batches:
+                async for batch in batches:
+                    for item in batch:
+                        request.record(item)
+                        if isinstance(item, TokenEvent):
+                            yield item
+
+    async def retrieve_kv(
+        self,
+        timeout: float = 30,
+        poll_interval: float = 0.2,
+        *,
+        allow_partial: bool = False,
+        decode_saved: bool = False,
+    ) -> torch.Tensor:
+        """Fetch the KV of the longest cached prefix of `tokens`, once the cache covers what was sent.
+
+        Engines offload KV after they answer, so this waits until the cache covers the whole chunks of the prompt, of
+        the last request's ids after one, or of what was stored after an edit.
+
+        Args:
+            timeout: Seconds to wait for that.
+            poll_interval: Seconds between two looks, where the cache has to be asked.
+            allow_partial: After `timeout`, take what there is.
+            decode_saved: Wait for generated tokens too; usually engines do not offload them.
+
+        Returns:
+            `[2, L, hit_tokens, D]` on the CPU (one plane for MLA); a private copy.
+
+        Raises:
+            CoverageTimeout: The cache covered less in time (`seen`, `wanted`).
+            LMCacheStreamError: There is no whole chunk to expect, or the cache failed.
+        """
+        async with self._exclusive("retrieve_kv"):
+            return await self._retrieve(timeout, poll_interval, allow_partial, decode_saved, {})
+
+    async def update_kv(self, kv: torch.Tensor, tokens: Sequence[int], *, timeout: float | None = None) -> None:
+        """Store `kv` for `tokens` and go on from there: `tokens` replaces the stream's.
+
+        Whole chunks are stored, under a new `cache_salt`; ids after the last whole chunk go in front of the suffix,
+        and the engine recomputes them. The pending suffix stays. What the stream's `tokens` had after the retrieved
+        KV is not carried over (`modify_kv` does that): pass it as `suffix_tokens` to the next `generate`.
+
+        Args:
+            kv: `[2, L, T, D]`, in the dtype that was retrieved.
+            tokens: `T` ids.
+            timeout: Seconds for the store; None: the context's own.
+
+        Raises:
+            UsageError: `kv` and `tokens` do not fit.
+            StoreError: The cache did not take every chunk. Nothing changed.
+            LMCacheStreamError: The cache failed. Nothing changed.
+        """
+        async with self._exclusive("update_kv"):
+            await self._store(kv, self._check_pair(kv, tokens, like=None), tail=(), timeout=timeout)
+
+    async def modify_kv(
+        self,
+        fn: ModifyFn | Editor,
+        *,
+        timeout: float = 30,
+        poll_interval: float = 0.2,
+        allow_partial: bool = False,
+        decode_saved: bool = False,
+    ) -> ModifyReceipt:
+        """Retrieve the KV, let `fn` edit it, store the result: all or nothing.
+
+        Args:
+            fn: An `Editor`, or `fn(kv [2, L, T, D], tokens)` that returns `(new_kv, new_tokens)` of any length; sync
+                (it runs in a thread of its own) or async. `kv` is a private copy, free to be edited in place. None
+                from it means that there is nothing to store.
+            timeout: Seconds to wait until the cache covers what was sent; see `retrieve_kv`, as for the rest.
+            poll_interval: Seconds between two looks.
+            allow_partial: After `timeout`, edit what there is.
+            decode_saved: Wait for generated tokens too.
+
+        Returns:
+            What was done, step by step.
+
+        Raises:
+            CoverageTimeout, StoreError, LMCacheStreamError: As `retrieve_kv` and `update_kv`. Nothing changed.
+            UsageError: `fn` returned something that cannot be stored. Nothing changed.
+            Exception: Whatever `fn` raises, unchanged. Nothing changed.
+        """
+        async with self._exclusive("modify_kv"):
+            seconds: dict[str, float] = {}
+            kv = await self._retrieve(timeout, poll_interval, allow_partial, decode_saved, seconds)
+            shape, dtype, nbytes = kv.shape, kv.dtype, kv.nbytes
+            covered = shape[2]
+            prefix, tail = self._state.tokens[:covered], self._state.tokens[covered:]
+            with _timed(seconds, "edit"):
+                edit = await self._edit(fn, kv, prefix)
+            del kv
+            if edit is None:
+                return ModifyReceipt(
+                    tokens_before=covered,
+                    tokens_after=covered,
+                    bytes_moved=nbytes,
+                    seconds=seconds,
+                    salt=self._state.salt,
+                    stored=False,
+                )
+            ids = self._check_pair(edit.kv, edit.tokens, like=(shape, dtype))
+            with _timed(seconds, "store"):
+                stored = await self._store(edit.kv, ids, tail=tail, timeout=None)
+            return ModifyReceipt(
+                tokens_before=covered,
+                tokens_after=len(ids),
+                kept_positions=edit.kept_positions,
+                asked=edit.asked,
+                chunks_stored=stored // self._ctx.chunk_size,
+                recomputed=len(ids) - stored,
+                bytes_moved=nbytes + (edit.kv.nbytes // len(ids) * stored if ids else 0),
+                seconds=seconds,
+                salt=self._state.salt,
+            )
+
+    async def fork(self, *, timeout: float | None = None) -> Self:
+        """A second stream that goes on from here on its own: one prefill, several edits.
+
+        Args:
+            timeout: Seconds, as everywhere; a fork waits for nothing.
+
+        Raises:
+            UsageError: An operation is under way.
+        """
+        async with self._exclusive("fork"):
+            fork = type(self)(
+                self._ctx,
+                self._post_completion,
+                self._state.tokens,
+                self._state.original_salt,
+                salt_edits=self._salt_edits,
+                on_shortfall=self._on_shortfall,
+            )
+            fork._state = self._state.copy()
+            return fork
+
+    @asynccontextmanager
+    async def _exclusive(self, operation: str) -> AsyncIterator[None]:
+        while self._operation is not None:
+            if self._operation != "events" or self._open_events is None or self._open_events() is not None:
+                raise UsageError(
+                    f"stream {self._stream_id}: {operation} while {self._operation} is under way; a stream does one "
+                    "thing at a time: await it first, close its events(...), or fork() the stream"
+                )
+            # An iterator of events was left behind: the loop is closing it.
+            with anyio.fail_after(_RELEASE_TIMEOUT):
+                await self._idle.wait()
+        self._operation = operation
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._operation = None
+            self._open_events = None
+            self._idle.set()
+
+    def _request(self, sampling_params: Mapping[str, Any], suffix_tokens: Sequence[int]) -> Request:
+        if not isinstance(sampling_params, Mapping):
+            raise UsageError(f"sampling_params must be a mapping, not {type(sampling_params).__name__}")
+        max_tokens = sampling_params.get("max_tokens")
+        if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 1):
+            raise UsageError(f"max_tokens must be an int of at least 1, not {max_tokens!r}")
+        return Request(self._state, check_token_ids(suffix_tokens, "suffix_tokens"), max_tokens)
+
+    async def _exchange(
+        self, request: Request, sampling_params: Mapping[str, Any], timeout: float | None
+    ) -> AsyncGenerator[Items, None]:
+        """One request to the engine. The consumer records what it is given; this decides how the request ended."""
+        deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
+        stored = self._state.stored
+        salt = self._state.salt
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._require_edit(stored)
+            request.start = time.perf_counter()
+            shortfall = 0
+            try:
+                batches = event_batches(self._post_completion, request.ids.copy(), dict(sampling_params), salt)
+                async with aclosing(batches):
+                    while (batch := await _next(batches, deadline)) is not None:
+                        yield batch
+                request.finish()
+                shortfall = request.shortfall(stored)
+            finally:
+                self._state.last_metrics = request.metrics(shortfall=shortfall)
+        except TimeoutError as error:
+            if deadline is None or asyncio.get_running_loop().time() < deadline:
+                raise self._failed(request, error) from error
+            raise StreamTimeout(
+                f"stream {self._stream_id}: no end within {timeout:g} s, {request.arrived} tokens arrived",
+                arrived=request.arrived,
+                suffix_consumed=request.consumed,
+            ) from error
+        except (LMCacheStreamError, UsageError):
+            raise
+        except Exception as error:
+            raise self._failed(request, error) from error
+        if request.aborted:
+            raise LMCacheStreamError(
+                f"stream {self._stream_id}: the engine ended the request with finish reason "
+                f"{self._state.finish_reason!r} after {request.arrived} tokens",
+                arrived=request.arrived,
+                suffix_consumed=True,
+            )
+        if stored and request.cached_tokens is None and request.completion and request.completion.usage:
+            _warn_unverifiable()
+        if shortfall and self._on_shortfall == "raise":
+            raise EditNotUsed(
+                f"stream {self._stream_id}: the engine took {request.cached_tokens} tokens from the cache, but the "
+                f"edit has {stored}: it was evicted, or the request went out without its cache_salt ({salt!r}), "
+                "so this output does not come from the edit",
+                stored=stored,
+                used=request.cached_tokens or 0,
+                arrived=request.arrived,
+                suffix_consumed=True,
+            )
+
+    def _failed(self, request: Request, error: BaseException) -> LMCacheStreamError:
+        return LMCacheStreamError(
+            f"stream {self._stream_id}: the engine failed after {request.arrived} tokens: {str(error) or repr(error)}",
+            arrived=request.arrived,
+            suffix_consumed=request.consumed,
+        )
+
+    async def _require_edit(self, stored: int) -> None:
+        """Nobody else would tell: an engine recomputes an evicted edit from its ids without a word."""
+        if not stored or self._on_shortfall == "report":
+            return
+        with self._at_the_cache("looking up the edit"):
+            covered = await self._ctx.lookup(self._state.tokens[:stored], self._state.salt)
+        if covered < stored:
+            raise EditNotUsed(
+                f"stream {self._stream_id}: the cache holds {covered} of the edit's {stored} tokens: it was evicted "
+                "before it was decoded from; give the cache more room or decode sooner, and start from the prompt",
+                stored=stored,
+                used=covered,
+            )
+
+    async def _retrieve(
+        self,
+        timeout: float,
+        poll_interval: float,
+        allow_partial: bool,
+        decode_saved: bool,
+        seconds: dict[str, float],
+    ) -> torch.Tensor:
+        state = self._state
+        chunk_size = self._ctx.chunk_size
+        expected = len(state.tokens) if decode_saved else state.expected
+        wanted = whole_chunks(expected, chunk_size)
+        if not wanted:
+            raise LMCacheStreamError(
+                f"stream {self._stream_id}: {expected} tokens are less than one chunk of {chunk_size}: "
+                "there will be no cached KV; use a longer prompt or a cache with smaller chunks"
+            )
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout
+        with self._at_the_cache("retrieving KV"):
+            while True:
+                with _timed(seconds, "wait"):
+                    covered = await self._ctx.wait_for(
+                        state.tokens[:wanted],
+                        timeout=max(0.0, deadline - loop.time()),
+                        poll_interval=poll_interval,
+                        cache_salt=state.salt,
+                    )
+                seen = covered
+                if covered >= wanted or allow_partial:
+                    with _timed(seconds, "retrieve"):
+                        kv = await self._ctx.retrieve(state.tokens, state.salt)
+                    seen = kv.shape[2] if kv is not None else 0
+                    if kv is not None and (seen >= wanted or allow_partial):
+                        return kv
+                if loop.time() >= deadline or covered < wanted:
+                    raise CoverageTimeout(
+                        f"stream {self._stream_id}: after {timeout:g} s the cache covers {seen} of {wanted} tokens; "
+                        "does the engine offload to this cache, under this model name and cache_salt, and has the "
+                        "cache room? (allow_partial=True takes what is there)",
+                        seen=seen,
+                        wanted=wanted,
+                    )
+
+    async def _edit(self, fn: ModifyFn | Editor, kv: torch.Tensor, tokens: list[int]) -> Edit | None:
+        if isinstance(fn, Editor):
+            queries = None
+            if "queries" in fn.needs:
+                with self._at_the_cache("retrieving queries"):
+                    queries = await self._ctx.retrieve(tokens, self._state.salt, kind=CacheKind.QUERY)
+            given = EditInput(
+                kv=kv,
+                tokens=tuple(tokens),
+                geometry=self._ctx.geometry,
+                chunk_size=self._ctx.chunk_size,
+                queries=queries,
+            )
+            return await self._ctx.executor.run(fn.edit, given)
+        result = await call(fn, kv, tokens.copy())
+        if result is None:
+            return None
+        if not isinstance(result, tuple | list) or len(result) != 2:
+            raise UsageError(f"fn must return (new_kv, new_tokens) or None, not {type(result).__name__}")
+        new_kv, new_tokens = result
+        return Edit(kv=new_kv, tokens=tuple(check_token_ids(new_tokens, "new_tokens")), kept_positions=None)
+
+    def _check_pair(self, kv: Any, tokens: Sequence[int], *, like: tuple[torch.Size, torch.dtype] | None) -> list[int]:
+        ids = check_token_ids(tokens, "tokens")
+        if not isinstance(kv, torch.Tensor) or kv.ndim != 4:
+            raise UsageError(f"KV must be a tensor [2, L, T, D], not {getattr(kv, 'shape', type(kv).__name__)}")
+        if kv.shape[2] != len(ids):
+            raise UsageError(f"KV of {kv.shape[2]} tokens does not fit {len(ids)} ids")
+        if like is not None:
+            shape, dtype = like
+            if (kv.shape[0], kv.shape[1], kv.shape[3]) != (shape[0], shape[1], shape[3]):
+                raise UsageError(
+                    f"an edit must keep planes, layers and width: got {list(kv.shape)}, from {list(shape)}"
+                )
+            if kv.dtype != dtype:
+                raise UsageError(f"an edit must keep the dtype: got {kv.dtype}, from {dtype}; cast it back")
+        return ids
+
+    async def _store(self, kv: torch.Tensor, ids: list[int], *, tail: Sequence[int], timeout: float | None) -> int:
+        """Store whole chunks, then move the state; the number of tokens stored."""
+        state = self._state
+        chunk_size = self._ctx.chunk_size
+        whole = whole_chunks(len(ids), chunk_size)
+        salt = fresh_salt(state.original_salt) if self._salt_edits else state.salt
+        if whole:
+            with self._at_the_cache("storing the edit"):
+                outcome = await self._ctx.put(kv[:, :, :whole], ids[:whole], salt, timeout=timeout)
+            if not outcome.complete:
+                raise StoreError(self._refusal(outcome))
+        state.replace_prefix(ids[:whole], ids[whole:], tail, salt)
+        return whole
+
+    def _refusal(self, outcome: StoreOutcome) -> str:
+        parts = []
+        if outcome.kept:
+            parts.append(
+                f"{outcome.kept} are cached under these ids already and the cache keeps what it has "
+                "(leave salt_edits on: an edit needs a cache_salt of its own)"
+            )
+        if outcome.missing:
+            parts.append(f"for {outcome.missing} it has no room (give it more, or edit fewer streams at once)")
+        return f"stream {self._stream_id}: of {outcome.chunks} chunks of the edit, " + ", and ".join(parts)
+
+    @contextmanager
+    def _at_the_cache(self, doing: str) -> Iterator[None]:
+        try:
+            yield
+        except CacheError as error:
+            raise LMCacheStreamError(f"stream {self._stream_id}: {doing}: {error}") from error
+
+
+class LMCacheStream(_StreamFace):
+    """The synchronous face of `AsyncLMCacheStream`: the same arguments, methods and errors, without `await`.
+
+    It works in a script, in a thread, and in a notebook whose kernel already runs an event loop. Ctrl-C cancels the
+    call under way and waits for its clean-up.
+
+    Args:
+        ctx: The cache that the engine offloads KV to, from `connect`.
+        post_completion: As for `AsyncLMCacheStream`.
+        prompt_token_ids: The prompt.
+        cache_salt: Isolates this request's KV from other users'; at most 128 characters.
+        salt_edits: As for `AsyncLMCacheStream`.
+        on_shortfall: As for `AsyncLMCacheStream`.
+
+    Raises:
+        UsageError: Ids that are no token ids, or an unknown `on_shortfall`.
+        TypeError: An async context.
+    """
+
+    def __init__(
+        self,
+        ctx: KVCacheContext,
+        post_completion: PostCompletion | AsyncPostCompletion,
+        prompt_token_ids: Sequence[int],
+        cache_salt: str = "",
+        *,
+        salt_edits: bool = True,
+        on_shortfall: OnShortfall = "raise",
+    ) -> None:
+        if not isinstance(ctx, KVCacheContext):
+            raise TypeError(
+                "LMCacheStream takes a context from connect(...); AsyncLMCacheStream takes one from aconnect(...)"
+            )
+        self._ctx = ctx
+        self._own(
+            AsyncLMCacheStream(
+                ctx.async_context,
+                post_completion,
+                prompt_token_ids,
+                cache_salt,
+                salt_edits=salt_edits,
+                on_shortfall=on_shortfall,
+            )
+        )
+
+    def _own(self, stream: AsyncLMCacheStream) -> None:
+        self._async_stream = stream
+        self._state = stream._state
+        self._stream_id = stream.stream_id()
+        self._post_completion = stream.post_completion
+
+    @property
+    def async_stream(self) -> AsyncLMCacheStream:
+        """The async twin that does the work, on the background event loop."""
+        return self._async_stream
+
+    @property
+    def ctx(self) -> KVCacheContext:
+        """The cache."""
+        return self._ctx
+
+    def generate(
+        self, sampling_params: Mapping[str, Any], suffix_tokens: Sequence[int] = (), *, timeout: float | None = None
+    ) -> StreamPerfMetrics:
+        """Run one pass of the engine to its end; see `AsyncLMCacheStream.generate`."""
+        return portal.run(self._async_stream.generate, sampling_params, suffix_tokens, timeout=timeout)
+
+    def events(
+        self, sampling_params: Mapping[str, Any], suffix_tokens: Sequence[int] = (), *, timeout: float | None = None
+    ) -> Iterator[TokenEvent]:
+        """Run one pass of the engine, token by token; see `AsyncLMCacheStream.events`."""
+        return portal.iterate(lambda: self._async_stream.events(sampling_params, suffix_tokens, timeout=timeout))
+
+    def retrieve_kv(
+        self,
+        timeout: float = 30,
+        poll_interval: float = 0.2,
+        *,
+        allow_partial: bool = False,
+        decode_saved: bool = False,
+    ) -> torch.Tensor:
+        """Fetch the KV of the longest cached prefix of `tokens`; see `AsyncLMCacheStream.retrieve_kv`."""
+        return portal.run(
+            self._async_stream.retrieve_kv,
+            timeout,
+            poll_interval,
+            allow_partial=allow_partial,
+            decode_saved=decode_saved,
+        )
+
+    def update_kv(self, kv: torch.Tensor, tokens: Sequence[int], *, timeout: float | None = None) -> None:
+        """Store `kv` `[2, L, T, D]` for `T` tokens and go on from there; see `AsyncLMCacheStream.update_kv`."""
+        portal.run(self._async_stream.update_kv, kv, tokens, timeout=timeout)
+
+    def modify_kv(
+        self,
+        fn: ModifyFn | Editor,
+        *,
+        timeout: float = 30,
+        poll_interval: float = 0.2,
+        allow_partial: bool = False,
+        decode_saved: bool = False,
+    ) -> ModifyReceipt:
+        """Retrieve the KV, let `fn` edit it, store the result; see `AsyncLMCacheStream.modify_kv`."""
+        return portal.run(
+            self._async_stream.modify_kv,
+            fn,
+            timeout=timeout,
+            poll_interval=poll_interval,
+            allow_partial=allow_partial,
+            decode_saved=decode_saved,
+        )
+
+    def fork(self, *, timeout: float | None = None) -> Self:
+        """A second stream that goes on from here on its own; see `AsyncLMCacheStream.fork`."""
+        fork = object.__new__(type(self))
+        fork._ctx = self._ctx
+        fork._own(portal.run(self._async_stream.fork, timeout=timeout))
+        return fork
+
+
+def create_request(
+    ctx: KVCacheContext,
+    post_completion: PostCompletion | AsyncPostCompletion,
+    prompt_token_ids: Sequence[int],
+    cache_salt: str = "",
+) -> LMCacheStream:
+    """A new `LMCacheStream` for one request."""
+    return LMCacheStream(ctx, post_completion, prompt_token_ids, cache_salt)
+
+
+def generate(
+    stream: LMCacheStream, sampling_params: Mapping[str, Any], suffix_tokens: Sequence[int] = ()
+) -> StreamPerfMetrics:
+    """The same as `stream.generate(sampling_params, suffix_tokens)`."""
+    return stream.generate(sampling_params, suffix_tokens)
+
+
+def get(stream: LMCacheStream, timeout: float = 30, poll_interval: float = 0.2) -> torch.Tensor:
+    """The same as `stream.retrieve_kv(timeout, poll_interval)`: `[2, L, hit_tokens, D]`."""
+    return stream.retrieve_kv(timeout, poll_interval)
+
+
+def update(stream: LMCacheStream, kv: torch.Tensor, tokens: Sequence[int]) -> None:
+    """The same as `stream.update_kv(kv, tokens)`, `kv` `[2, L, T, D]`."""
+    stream.update_kv(kv, tokens)
+
+
+async def _next(batches: AsyncGenerator[Items, None], deadline: float | None) -> Items | None:
+    if deadline is None:
+        return await anext(batches, None)
+    async with asyncio.timeout_at(deadline):
+        return await anext(batches, None)
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], step: str) -> Iterator[None]:
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        seconds[step] = seconds.get(step, 0.0) + time.perf_counter() - start
+
+
+_warned = False
+
+
+def _warn_unverifiable() -> None:
+    global _warned
+    if not _warned:
+        _warned = True
+        logger.warning(
+            "the engine does not say how many prompt tokens came from the cache, so nothing shows that an edit was "
+            "decoded from; start vLLM with --enable-prompt-tokens-details"
+        )
