@@ -1,0 +1,540 @@
+"""Many streams, one phase at a time: prefill, modify, decode.
+
+`AsyncBatchedStream` holds the logic; `LMCacheBatchedStream` is its synchronous, documented face.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, Generic, Literal, TypeVar
+
+from lmcache_stream import portal
+from lmcache_stream.editors.base import Editor
+from lmcache_stream.errors import LMCacheBatchedStreamError, UsageError
+from lmcache_stream.metrics import (
+    Metrics,
+    StreamPerfMetrics,
+    check_format,
+    decode_metrics,
+    modify_metrics,
+    prefill_metrics,
+)
+from lmcache_stream.progress import PhaseProgress, ProgressOption, watching
+from lmcache_stream.stream import AsyncLMCacheStream, LMCacheStream, ModifyFn, ModifyReceipt
+
+__all__ = ["AsyncBatchedStream", "LMCacheBatchedStream", "LMCacheBatchedStreamError"]
+
+OnError = Literal["raise", "collect"]
+StreamT = TypeVar("StreamT", AsyncLMCacheStream, LMCacheStream)
+
+_MODIFY_CONCURRENCY: Final = 4
+
+
+class _Members(Generic[StreamT]):
+    """The streams of a batch, by id."""
+
+    _stream_type: type[StreamT]
+    _streams: dict[str, StreamT]
+
+    def add(self, stream: StreamT) -> None:
+        """Make `stream` part of the batch, keyed by `stream.stream_id()`.
+
+        Raises:
+            LMCacheBatchedStreamError: It is part of it already.
+            TypeError: It is a stream of the other face.
+        """
+        if not isinstance(stream, self._stream_type):
+            raise TypeError(
+                f"{type(self).__name__} takes {self._stream_type.__name__}, not {type(stream).__name__}: "
+                "async batches take async streams, sync batches sync ones"
+            )
+        if stream.stream_id() in self._streams:
+            raise LMCacheBatchedStreamError(f"stream {stream.stream_id()} is in this batch already")
+        self._streams[stream.stream_id()] = stream
+
+    def extend(self, streams: Iterable[StreamT]) -> None:
+        """`add` each of `streams`."""
+        for stream in streams:
+            self.add(stream)
+
+    def get_stream(self, stream_id: str) -> StreamT:
+        """The stream with that id.
+
+        Raises:
+            LMCacheBatchedStreamError: There is none.
+        """
+        try:
+            return self._streams[stream_id]
+        except KeyError:
+            raise LMCacheBatchedStreamError(f"no stream {stream_id!r} in this batch") from None
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def __iter__(self) -> Iterator[StreamT]:
+        return iter(self._streams.values())
+
+    def __contains__(self, stream_id: object) -> bool:
+        return stream_id in self._streams
+
+
+class AsyncBatchedStream(_Members[AsyncLMCacheStream]):
+    """Many streams, each phase run over all of them with one `asyncio.gather`.
+
+    Args:
+        max_concurrency: Streams that run at once in a phase; None: all in prefill and decode, 4 in modify.
+        on_error: When some streams fail, "raise" `LMCacheBatchedStreamError` at the end of the phase (`failures`,
+            `metrics`), or "collect" them in the report's `failures` section. The others always keep their results.
+        progress: Called with a `PhaseProgress` whenever a stream is through; None shows a bar where standard error is
+            a terminal, False shows none.
+
+    Attributes:
+        perf_metrics: Metrics of each stream's last request, by stream id; of the last `run_streams` only.
+        receipts: Receipt of each stream's last edit, by stream id; of the last `modify_stream` only.
+        failures: Exception of each stream that failed in the last phase, by stream id.
+    """
+
+    _stream_type = AsyncLMCacheStream
+    perf_metrics: dict[str, StreamPerfMetrics]
+    receipts: dict[str, ModifyReceipt]
+    failures: dict[str, BaseException]
+
+    def __init__(
+        self, *, max_concurrency: int | None = None, on_error: OnError = "raise", progress: ProgressOption = None
+    ) -> None:
+        _check_options(max_concurrency, on_error)
+        self._streams: dict[str, AsyncLMCacheStream] = {}
+        self._max_concurrency = max_concurrency
+        self._on_error: OnError = on_error
+        self._progress = progress
+        self.perf_metrics = {}
+        self.receipts = {}
+        self.failures = {}
+
+    async def prefill(
+        self,
+        sampling_params: Mapping[str, Any],
+        fmt: str = "terminal",
+        width: int = 80,
+        stream_ids: Sequence[str] | None = None,
+        *,
+        max_concurrency: int | None = None,
+        timeout: float | None = None,
+    ) -> Metrics:
+        """Run every stream with `max_tokens` 1, so that the engine computes and offloads the prompts' KV.
+
+        Args:
+            sampling_params: The engine's; `max_tokens` is set to 1.
+            fmt: What the report's `emit` writes: "terminal" or "json".
+            width: Columns of the report's table.
+            stream_ids: Streams that take part; None: all.
+            max_concurrency: Streams at once, instead of the batch's own bound.
+            timeout: Seconds for each stream.
+
+        Returns:
+            The report: `num_streams`, `duration` (s), `input_tokens`, `input_tput` (tokens/s), TTFT (s).
+
+        Raises:
+            LMCacheBatchedStreamError: Some streams failed, or an id is not in the batch.
+            UsageError: An unknown `fmt`, before anything runs.
+        """
+        _check_params(sampling_params)
+        return await self._report_requests(
+            "prefill", {**sampling_params, "max_tokens": 1}, fmt, width, stream_ids, max_concurrency, timeout
+        )
+
+    async def modify(
+        self,
+        fn: ModifyFn | Editor,
+        fmt: str = "terminal",
+        width: int = 80,
+        stream_ids: Sequence[str] | None = None,
+        *,
+        max_concurrency: int | None = None,
+        timeout: float = 30,
+        poll_interval: float = 0.2,
+    ) -> Metrics:
+        """Edit every stream's KV with `modify_kv(fn)`.
+
+        Args:
+            fn: An `Editor` or `fn(kv [2, L, T, D], tokens) -> (new_kv, new_tokens)`.
+            fmt: What the report's `emit` writes.
+            width: Columns of the report's table.
+            stream_ids: Streams that take part; None: all.
+            max_concurrency: Streams at once, instead of the batch's own bound (4: an edit holds its KV in memory).
+            timeout: Seconds that each stream waits until the cache covers what was sent.
+            poll_interval: Seconds between two looks.
+
+        Returns:
+            The report: `duration` (s), seconds of each step, bytes moved, kept ratio.
+
+        Raises:
+            LMCacheBatchedStreamError, UsageError: As `prefill`.
+        """
+        check_format(fmt, width)
+        selected = self._select(stream_ids)
+        duration = await self._modify(fn, selected, max_concurrency, timeout, poll_interval)
+        report = modify_metrics(
+            [self.receipts[stream_id] for stream_id in selected if stream_id in self.receipts],
+            duration,
+            num_streams=len(selected),
+            failures=self.failures,
+            fmt=fmt,
+            width=width,
+        )
+        self._raise_failures("modify", report)
+        return report
+
+    async def decode(
+        self,
+        sampling_params: Mapping[str, Any],
+        fmt: str = "terminal",
+        width: int = 80,
+        stream_ids: Sequence[str] | None = None,
+        *,
+        max_concurrency: int | None = None,
+        timeout: float | None = None,
+    ) -> Metrics:
+        """Run every stream with `sampling_params`; arguments and errors are those of `prefill`.
+
+        Returns:
+            The report: `num_streams`, `duration` (s), `output_tokens`, `output_tput` (tokens/s), TTFT, TPOT, ITL (s).
+        """
+        return await self._report_requests("decode", sampling_params, fmt, width, stream_ids, max_concurrency, timeout)
+
+    async def run_streams(
+        self,
+        sampling_params: Mapping[str, Any],
+        stream_ids: Sequence[str] | None = None,
+        *,
+        max_concurrency: int | None = None,
+        timeout: float | None = None,
+    ) -> float:
+        """`generate(sampling_params)` on every stream; the results are in `perf_metrics`.
+
+        Returns:
+            Wall time in seconds; 0 without streams.
+
+        Raises:
+            LMCacheBatchedStreamError: Some streams failed (not with `on_error="collect"`), or an id is unknown.
+        """
+        _check_params(sampling_params)
+        duration = await self._generate("run", sampling_params, self._select(stream_ids), max_concurrency, timeout)
+        self._raise_failures("run", None)
+        return duration
+
+    async def modify_stream(
+        self,
+        fn: ModifyFn | Editor,
+        stream_ids: Sequence[str] | None = None,
+        *,
+        max_concurrency: int | None = None,
+        timeout: float = 30,
+        poll_interval: float = 0.2,
+    ) -> float:
+        """`modify_kv(fn)` on every stream; the results are in `receipts`. Returns and errors as `run_streams`."""
+        duration = await self._modify(fn, self._select(stream_ids), max_concurrency, timeout, poll_interval)
+        self._raise_failures("modify", None)
+        return duration
+
+    def get_perf_metrics(
+        self, duration: float, fmt: str, width: int, mode: str, stream_ids: Sequence[str] | None = None
+    ) -> Metrics:
+        """Report the `perf_metrics` of the selected streams.
+
+        Args:
+            duration: Wall time of the phase in seconds; throughputs are over it.
+            fmt: "terminal" or "json".
+            width: Columns of the table.
+            mode: "prefill" or "decode".
+            stream_ids: Streams to report; None: all.
+
+        Raises:
+            LMCacheBatchedStreamError: Another `mode`, or an id that is not in the batch.
+        """
+        builders = {"prefill": prefill_metrics, "decode": decode_metrics}
+        if mode not in builders:
+            raise LMCacheBatchedStreamError(f'mode must be "prefill" or "decode", not {mode!r}')
+        selected = self._select(stream_ids)
+        return builders[mode](
+            [self.perf_metrics[stream_id] for stream_id in selected if stream_id in self.perf_metrics],
+            duration,
+            num_streams=len(selected),
+            failures={stream_id: self.failures[stream_id] for stream_id in selected if stream_id in self.failures},
+            fmt=fmt,
+            width=width,
+        )
+
+    async def _report_requests(
+        self,
+        mode: str,
+        sampling_params: Mapping[str, Any],
+        fmt: str,
+        width: int,
+        stream_ids: Sequence[str] | None,
+        max_concurrency: int | None,
+        timeout: float | None,
+    ) -> Metrics:
+        check_format(fmt, width)
+        _check_params(sampling_params)
+        selected = self._select(stream_ids)
+        duration = await self._generate(mode, sampling_params, selected, max_concurrency, timeout)
+        report = self.get_perf_metrics(duration, fmt, width, mode, list(selected))
+        self._raise_failures(mode, report)
+        return report
+
+    async def _generate(
+        self,
+        phase: str,
+        sampling_params: Mapping[str, Any],
+        selected: Mapping[str, AsyncLMCacheStream],
+        max_concurrency: int | None,
+        timeout: float | None,
+    ) -> float:
+        duration, self.perf_metrics = await self._run_phase(
+            phase,
+            selected,
+            lambda stream: stream.generate(sampling_params, timeout=timeout),
+            max_concurrency or self._max_concurrency,
+        )
+        return duration
+
+    async def _modify(
+        self,
+        fn: ModifyFn | Editor,
+        selected: Mapping[str, AsyncLMCacheStream],
+        max_concurrency: int | None,
+        timeout: float,
+        poll_interval: float,
+    ) -> float:
+        if not callable(fn):
+            raise UsageError(f"modify takes an Editor or a function fn(kv, tokens), not {type(fn).__name__}")
+        duration, self.receipts = await self._run_phase(
+            "modify",
+            selected,
+            lambda stream: stream.modify_kv(fn, timeout=timeout, poll_interval=poll_interval),
+            max_concurrency or self._max_concurrency or _MODIFY_CONCURRENCY,
+        )
+        return duration
+
+    async def _run_phase(
+        self,
+        phase: str,
+        selected: Mapping[str, AsyncLMCacheStream],
+        operation: Callable[[AsyncLMCacheStream], Awaitable[_Result]],
+        max_concurrency: int | None,
+    ) -> tuple[float, dict[str, _Result]]:
+        """One gather over the selected streams: wall time in seconds, and results by stream id."""
+        _check_options(max_concurrency, self._on_error)
+        self.failures = {}
+        if not selected:
+            return 0.0, {}
+        slots = asyncio.Semaphore(max_concurrency or len(selected))
+        done = failed = 0
+
+        with watching(self._progress, phase) as show:
+
+            async def run(stream: AsyncLMCacheStream) -> _Result:
+                nonlocal done, failed
+                async with slots:
+                    try:
+                        return await operation(stream)
+                    except BaseException:
+                        failed += 1
+                        raise
+                    finally:
+                        done += 1
+                        show(PhaseProgress(phase, len(selected), done, failed))
+
+            start = time.perf_counter()
+            outcomes = await asyncio.gather(*map(run, selected.values()), return_exceptions=True)
+            duration = time.perf_counter() - start
+
+        results: dict[str, _Result] = {}
+        for stream_id, outcome in zip(selected, outcomes, strict=True):
+            if isinstance(outcome, BaseException):
+                self.failures[stream_id] = outcome
+            else:
+                results[stream_id] = outcome
+        return duration, results
+
+    def _select(self, stream_ids: Sequence[str] | None) -> dict[str, AsyncLMCacheStream]:
+        if stream_ids is None:
+            return dict(self._streams)
+        if isinstance(stream_ids, str):
+            raise UsageError("stream_ids must be a sequence of ids, not one id: put it into a list")
+        return {stream_id: self.get_stream(stream_id) for stream_id in stream_ids}
+
+    def _raise_failures(self, phase: str, report: Metrics | None) -> None:
+        if not self.failures or self._on_error == "collect":
+            return
+        stream_id, first = next(iter(self.failures.items()))
+        raise LMCacheBatchedStreamError(
+            f"{phase}: {len(self.failures)} streams failed, the first {stream_id}: {type(first).__name__}: {first}",
+            failures=self.failures,
+            metrics=report,
+        ) from first
+
+
+class LMCacheBatchedStream(_Members[LMCacheStream]):
+    """The synchronous face of `AsyncBatchedStream`: the same arguments, methods and errors, without `await`.
+
+    A plain blocking `post_completion` runs in threads, one a stream.
+
+    Args:
+        max_concurrency: As for `AsyncBatchedStream`.
+        on_error: As for `AsyncBatchedStream`.
+        progress: As for `AsyncBatchedStream`; it is called on the background event loop.
+    """
+
+    _stream_type = LMCacheStream
+
+    def __init__(
+        self, *, max_concurrency: int | None = None, on_error: OnError = "raise", progress: ProgressOption = None
+    ) -> None:
+        self._streams: dict[str, LMCacheStream] = {}
+        self._async_batch = AsyncBatchedStream(max_concurrency=max_concurrency, on_error=on_error, progress=progress)
+
+    def add(self, stream: LMCacheStream) -> None:
+        """Make `stream` part of the batch, keyed by `stream.stream_id()`; errors as `AsyncBatchedStream.add`."""
+        super().add(stream)
+        self._async_batch.add(stream.async_stream)
+
+    @property
+    def perf_metrics(self) -> dict[str, StreamPerfMetrics]:
+        """Metrics of each stream's last request, by stream id; of the last `run_streams` only."""
+        return self._async_batch.perf_metrics
+
+    @property
+    def receipts(self) -> dict[str, ModifyReceipt]:
+        """Receipt of each stream's last edit, by stream id; of the last `modify_stream` only."""
+        return self._async_batch.receipts
+
+    @property
+    def failures(self) -> dict[str, BaseException]:
+        """Exception of each stream that failed in the last phase, by stream id."""
+        return self._async_batch.failures
+
+    def prefill(
+        self,
+        sampling_params: Mapping[str, Any],
+        fmt: str = "terminal",
+        width: int = 80,
+        stream_ids: Sequence[str] | None = None,
+        *,
+        max_concurrency: int | None = None,
+        timeout: float | None = None,
+    ) -> Metrics:
+        """Run every stream with `max_tokens` 1; see `AsyncBatchedStream.prefill`."""
+        return portal.run(
+            self._async_batch.prefill,
+            sampling_params,
+            fmt,
+            width,
+            stream_ids,
+            max_concurrency=max_concurrency,
+            timeout=timeout,
+        )
+
+    def modify(
+        self,
+        fn: ModifyFn | Editor,
+        fmt: str = "terminal",
+        width: int = 80,
+        stream_ids: Sequence[str] | None = None,
+        *,
+        max_concurrency: int | None = None,
+        timeout: float = 30,
+        poll_interval: float = 0.2,
+    ) -> Metrics:
+        """Edit every stream's KV; see `AsyncBatchedStream.modify`."""
+        return portal.run(
+            self._async_batch.modify,
+            fn,
+            fmt,
+            width,
+            stream_ids,
+            max_concurrency=max_concurrency,
+            timeout=timeout,
+            poll_interval=poll_interval,
+        )
+
+    def decode(
+        self,
+        sampling_params: Mapping[str, Any],
+        fmt: str = "terminal",
+        width: int = 80,
+        stream_ids: Sequence[str] | None = None,
+        *,
+        max_concurrency: int | None = None,
+        timeout: float | None = None,
+    ) -> Metrics:
+        """Run every stream with `sampling_params`; see `AsyncBatchedStream.decode`."""
+        return portal.run(
+            self._async_batch.decode,
+            sampling_params,
+            fmt,
+            width,
+            stream_ids,
+            max_concurrency=max_concurrency,
+            timeout=timeout,
+        )
+
+    def run_streams(
+        self,
+        sampling_params: Mapping[str, Any],
+        stream_ids: Sequence[str] | None = None,
+        *,
+        max_concurrency: int | None = None,
+        timeout: float | None = None,
+    ) -> float:
+        """`generate(sampling_params)` on every stream, in seconds; see `AsyncBatchedStream.run_streams`."""
+        return portal.run(
+            self._async_batch.run_streams,
+            sampling_params,
+            stream_ids,
+            max_concurrency=max_concurrency,
+            timeout=timeout,
+        )
+
+    def modify_stream(
+        self,
+        fn: ModifyFn | Editor,
+        stream_ids: Sequence[str] | None = None,
+        *,
+        max_concurrency: int | None = None,
+        timeout: float = 30,
+        poll_interval: float = 0.2,
+    ) -> float:
+        """`modify_kv(fn)` on every stream, in seconds; see `AsyncBatchedStream.modify_stream`."""
+        return portal.run(
+            self._async_batch.modify_stream,
+            fn,
+            stream_ids,
+            max_concurrency=max_concurrency,
+            timeout=timeout,
+            poll_interval=poll_interval,
+        )
+
+    def get_perf_metrics(
+        self, duration: float, fmt: str, width: int, mode: str, stream_ids: Sequence[str] | None = None
+    ) -> Metrics:
+        """Report the `perf_metrics` of the selected streams; see `AsyncBatchedStream.get_perf_metrics`."""
+        return self._async_batch.get_perf_metrics(duration, fmt, width, mode, stream_ids)
+
+
+_Result = TypeVar("_Result")
+
+
+def _check_options(max_concurrency: int | None, on_error: str) -> None:
+    if max_concurrency is not None and max_concurrency < 1:
+        raise UsageError(f"max_concurrency must be at least 1, not {max_concurrency}")
+    if on_error not in ("raise", "collect"):
+        raise UsageError(f'on_error must be "raise" or "collect", not {on_error!r}')
+
+
+def _check_params(sampling_params: Mapping[str, Any]) -> None:
+    if not isinstance(sampling_params, Mapping):
+        raise UsageError(f"sampling_params must be a mapping, not {type(sampling_params).__name__}")
