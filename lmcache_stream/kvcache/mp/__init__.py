@@ -1,0 +1,1 @@
+"""A running LMCache multiprocess (MP) server as a KV cache."""

@@ -1,0 +1,934 @@
+"""Retrieve and store on a running LMCache MP server.
+
+::
+
+    retrieve   lookup -> wait_prefetch_status -> prepare_retrieve -> copy out -> commit_retrieve -> end_session
+    store      prepare_store -> copy in -> commit_store -> end_session; a lookup tells what became of the chunks that
+               the server offered no slot for
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import math
+import warnings
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import aiohttp
+import torch
+
+from lmcache_stream.errors import (
+    CacheConnectionError,
+    CacheError,
+    CacheProtocolError,
+    CacheTimeout,
+    GeometryError,
+    UsageError,
+)
+from lmcache_stream.geometry import KVGeometry
+from lmcache_stream.kvcache.context import (
+    AsyncKVCacheContext,
+    StoreOutcome,
+    check_cache_salt,
+    check_kv,
+    check_timeout,
+    check_tokens,
+)
+from lmcache_stream.kvcache.mp.codec import Codec, Latent, Split, codec_for
+from lmcache_stream.kvcache.mp.discovery import (
+    ModelLayout,
+    ServerFacts,
+    ServerState,
+    _get,
+    check_server,
+    discover,
+    find_model_config,
+    parse_config,
+    resolve_geometry,
+)
+from lmcache_stream.kvcache.mp.pickles import dump_tensors, load_tensors
+from lmcache_stream.kvcache.mp.pool import BufferPool, Lease, Pool
+from lmcache_stream.kvcache.mp.probe import ProbeResult, probe
+from lmcache_stream.kvcache.mp.registry import Client, Layout, Registry
+from lmcache_stream.kvcache.mp.session import AbandonedError, Errand, ForgottenError, Session, finish, run_errand
+from lmcache_stream.kvcache.mp.transport import open_transport
+from lmcache_stream.kvcache.mp.wire import GET_CHUNK_SIZE
+from lmcache_stream.transfer import TransferExecutor, default_executor
+from lmcache_stream.types import CacheKind
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Hashable, Sequence
+
+    from torch import Tensor
+
+    from lmcache_stream.kvcache.mp.transport import Transport
+    from lmcache_stream.kvcache.mp.wire import PreparedRetrieve, Slot, StoreSlots
+    from lmcache_stream.types import AsyncPostCompletion
+
+__all__ = ["MPKVCacheContext", "open_context"]
+
+T = TypeVar("T")
+
+CONNECT_TIMEOUT = 3.0
+"""Seconds for each of the few questions that connecting asks."""
+
+CLOSE_TIMEOUT = 5.0
+"""Seconds that a close waits for calls under way to let go of what they hold."""
+
+TRUST = 1.0
+"""Seconds for which a model once seen registered is taken to be so."""
+
+
+class MPKVCacheContext(AsyncKVCacheContext):
+    """A connection to an LMCache MP server; `open_context` makes one. It belongs to the event loop that made it.
+
+    Attributes:
+        facts: What the server said about itself and the model.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        facts: ServerFacts,
+        *,
+        timeout: float = 60.0,
+        geometry: KVGeometry | None = None,
+        explicit: bool = False,
+        executor: TransferExecutor | None = None,
+        populate: bool = False,
+    ) -> None:
+        self.model_name = facts.model.model_name
+        self.timeout = timeout
+        self.facts = facts
+        self._transport = transport
+        self._registry = Registry(transport, self._status, populate=populate)
+        self._executor = executor or default_executor()
+        self._buffers = BufferPool()
+        self._geometry = geometry
+        self._world_size = facts.model.world_size
+        self._codec: Codec | None = None
+        self._unreadable: GeometryError | None = None
+        self._shape_known = explicit or None not in (facts.model.num_layers, facts.model.dtype, facts.model.width)
+        self._queries: tuple[Latent, torch.dtype] | None = None
+        self._reader: Client | None = None
+        self._served: dict[str, Client] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._busy: dict[Hashable, tuple[asyncio.Lock, int]] = {}
+        self._turns = asyncio.Semaphore(max(4, 2 * self._executor.lanes))
+        self._lane = itertools.cycle(range(1, transport.lanes + 1))
+        self._seen_served: dict[str, float] = {}
+        self._warned = False
+        self._closing: asyncio.Task[None] | None = None
+        if geometry is not None:
+            try:
+                self._read_with(codec_for(facts, geometry))
+            except GeometryError as error:
+                self._unreadable = error
+
+    @property
+    def chunk_size(self) -> int:
+        """Tokens a chunk."""
+        return self.facts.chunk_size
+
+    @property
+    def geometry(self) -> KVGeometry | None:
+        """Shape of the KV, as far as it is known; None when nothing is."""
+        return self._geometry
+
+    @property
+    def executor(self) -> TransferExecutor:
+        """Where copies run; edits may run there too."""
+        return self._executor
+
+    @property
+    def codec(self) -> Codec | None:
+        """How stored chunks are read; None while that is open."""
+        return self._codec
+
+    def adopt(self, codec: Codec, geometry: KVGeometry) -> None:
+        """Read chunks with `codec` from now on, since chunks of the cache have proven it."""
+        self._read_with(codec)
+        self._geometry = geometry
+        self._unreadable = None
+        self._shape_known = True
+
+    async def probe(self, engine: AsyncPostCompletion, *, timeout: float | None = None) -> ProbeResult:
+        """Prove how the KV is to be read from one request of one token, and read it so from now on.
+
+        Args:
+            engine: The engine that keeps its KV in this cache.
+            timeout: Seconds for the KV to come into the cache, and again to fetch it.
+
+        Raises:
+            GeometryError: No reading proves itself; the message has the measured spreads.
+            CacheTimeout: The engine's KV did not come into the cache.
+        """
+        result = await probe(self, engine, timeout=self._seconds(timeout))
+        self.adopt(result.codec, result.geometry)
+        return result
+
+    async def retrieve(
+        self,
+        tokens: Sequence[int],
+        cache_salt: str = "",
+        *,
+        kind: CacheKind = CacheKind.KV,
+        timeout: float | None = None,
+    ) -> Tensor | None:
+        """See `AsyncKVCacheContext.retrieve`.
+
+        Raises:
+            GeometryError: How the chunks are to be read is not known, or they contradict what is known.
+            CacheError: The server failed, or no engine serves the model.
+        """
+        ids = self._whole_chunks(tokens)
+        salt = check_cache_salt(cache_salt)
+        if kind is CacheKind.KV and self._unreadable is not None:
+            raise self._unreadable
+        if not ids:
+            return None
+
+        async def work(errand: Errand) -> Tensor | None:
+            return await self._fetch(errand, ids, salt, kind, self._copy_out)
+
+        return await self._one_at_a_time(work, ("retrieve", kind, salt, ids), timeout)
+
+    async def retrieve_stored(
+        self, tokens: Sequence[int], cache_salt: str = "", *, timeout: float | None = None
+    ) -> list[list[Tensor]] | None:
+        """Fetch the longest cached prefix as the cache holds it: private copies of the chunks of each rank."""
+        ids = self._whole_chunks(tokens)
+        salt = check_cache_salt(cache_salt)
+        if not ids:
+            return None
+
+        async def copy(kind: CacheKind, chunks: list[list[Tensor]]) -> list[list[Tensor]]:
+            return await self._executor.run(lambda: [[chunk.clone() for chunk in of_rank] for of_rank in chunks])
+
+        async def work(errand: Errand) -> list[list[Tensor]] | None:
+            return await self._fetch(errand, ids, salt, CacheKind.KV, copy)
+
+        return await self._one_at_a_time(work, ("retrieve", CacheKind.KV, salt, ids), timeout)
+
+    async def put(
+        self,
+        kv: Tensor,
+        tokens: Sequence[int],
+        cache_salt: str = "",
+        *,
+        kind: CacheKind = CacheKind.KV,
+        timeout: float | None = None,
+    ) -> StoreOutcome:
+        """Store `kv` `[2, L, T, D]`; see `AsyncKVCacheContext.put`. A cancelled store is still finished where it has begun to write.
+
+        Raises:
+            GeometryError: The shape of what the cache holds is not known for sure, so nothing was stored.
+            CacheError: The server failed, or no engine serves the model.
+        """
+        all_ids = check_tokens(tokens)
+        check_kv(kv, all_ids, self._geometry, kind)
+        salt = check_cache_salt(cache_salt)
+        codec, dtype = self._writing(kind, kv)
+        ids = self._whole_chunks(tokens)
+        if not ids:
+            return StoreOutcome(0)
+        if salt and self.facts.config.eviction_policy == "IsolatedLRU" and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "this cache server evicts by IsolatedLRU: chunks under a cache_salt without a quota are wiped; set a "
+                "quota, or start it with --eviction-policy LRU",
+                stacklevel=2,
+            )
+        source = _Source(kv[:, :, : len(ids)].detach(), self._executor)
+
+        async def work(errand: Errand) -> StoreOutcome:
+            await source.to_host()
+            errand.before_leaving = source.keep
+            return await self._store(errand, source, ids, salt, kind, codec, dtype)
+
+        return await self._one_at_a_time(work, ("put", kind, salt, ids), timeout)
+
+    async def lookup(
+        self,
+        tokens: Sequence[int],
+        cache_salt: str = "",
+        *,
+        kind: CacheKind = CacheKind.KV,
+        timeout: float | None = None,
+    ) -> int:
+        """See `AsyncKVCacheContext.lookup`.
+
+        Raises:
+            CacheError: The server failed, or no engine serves the model: that is no miss.
+        """
+        ids = self._whole_chunks(tokens)
+        salt = check_cache_salt(cache_salt)
+        self._check_open()
+        if not ids:
+            return 0
+
+        async def work(errand: Errand) -> int:
+            async with self._looked_up(errand, ids, salt, kind) as (_, hit):
+                return hit * self.chunk_size
+
+        return await run_errand(work, self._seconds(timeout), self._tasks)
+
+    async def wait_for(
+        self,
+        tokens: Sequence[int],
+        *,
+        timeout: float,
+        poll_interval: float = 0.2,
+        cache_salt: str = "",
+        kind: CacheKind = CacheKind.KV,
+    ) -> int:
+        """See `AsyncKVCacheContext.wait_for`: a lookup every `poll_interval` seconds, each with its locks let go of."""
+        wanted = len(self._whole_chunks(tokens))
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + check_timeout(timeout)
+        while True:
+            remaining = max(deadline - loop.time(), 0.0)
+            covered = await self.lookup(tokens, cache_salt, kind=kind, timeout=max(remaining, CONNECT_TIMEOUT))
+            remaining = deadline - loop.time()
+            if covered >= wanted or remaining <= 0:
+                return covered
+            await asyncio.sleep(min(poll_interval, remaining))
+
+    async def close(self) -> None:
+        """See `AsyncKVCacheContext.close`. Calls under way are given a few seconds to let go of what they hold."""
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    async def start(self, *, serve: bool = False) -> None:
+        """Register at the server and map its shared memory.
+
+        Args:
+            serve: Register the model's own name as well, and that of its queries: for a cache without an engine.
+        """
+        layout = self._layout_to_read_with()
+        self._reader = await self._registry.client(layout, timeout=CONNECT_TIMEOUT)
+        if serve:
+            for name in (self.model_name, _name(self.model_name, CacheKind.QUERY)):
+                client = await self._registry.client(layout, timeout=CONNECT_TIMEOUT, model_name=name)
+                self._served[name] = client
+
+    # What a chunk is.
+
+    def _read_with(self, codec: Codec) -> None:
+        if isinstance(codec, Latent) and self._world_size > 1:
+            raise GeometryError(
+                f"MLA over {self._world_size} ranks is not supported: serve {self.model_name!r} with one"
+            )
+        self._codec = codec
+
+    def _layout_to_read_with(self) -> Layout:
+        model, geometry = self.facts.model, self._geometry
+        dtype = (geometry.dtype if geometry is not None else None) or model.dtype
+        if self._codec is not None and dtype is not None:
+            return self._layout(self._codec, dtype)
+        # Reads do not depend on it.
+        return Layout(1, 1, torch.uint8, True, model.block_size or self.chunk_size, self._world_size)
+
+    def _layout(self, codec: Codec, dtype: torch.dtype) -> Layout:
+        shape = codec.stored_shape(self.chunk_size)
+        block_size = self.facts.model.block_size or self.chunk_size
+        return Layout(codec.num_layers, shape[-1], dtype, codec.stored_mla, block_size, self._world_size)
+
+    def _writing(self, kind: CacheKind, kv: Tensor) -> tuple[Codec, torch.dtype]:
+        if kind is CacheKind.QUERY:
+            return self._writing_queries(kv)
+        if self._unreadable is not None:
+            raise self._unreadable
+        geometry = self._geometry
+        dtype = geometry.dtype if geometry is not None else None
+        if self._codec is None or dtype is None or not self._shape_known:
+            raise GeometryError(
+                f"the shape of the KV that the cache holds for {self.model_name!r} is not known for sure yet: retrieve "
+                "some first, or connect with geometry=KVGeometry(..., dtype=...)"
+            )
+        return self._codec, dtype
+
+    def _writing_queries(self, kv: Tensor) -> tuple[Codec, torch.dtype]:
+        layers, width = kv.shape[1], kv.shape[3]
+        if self._queries is not None:
+            codec, dtype = self._queries
+            if (layers, width, kv.dtype) != (codec.num_layers, codec.width * self._world_size, dtype):
+                shape = f"[1, {codec.num_layers}, T, {codec.width * self._world_size}] of {dtype}"
+                raise UsageError(f"queries are {shape} in the cache, not {list(kv.shape)} of {kv.dtype}")
+            return self._queries
+        if self._geometry is None or self._geometry.num_heads is None:
+            raise GeometryError(
+                f"the shape of the queries of {self.model_name!r} is not known: retrieve some first, or connect with "
+                "geometry=KVGeometry(..., num_heads=...)"
+            )
+        if width % self._world_size:
+            raise UsageError(f"queries of width {width} do not divide over {self._world_size} ranks")
+        return Latent(layers, 1, width // self._world_size), kv.dtype
+
+    def _reading(self, kind: CacheKind, chunk: Tensor) -> Codec:
+        """Choose how to read chunks; what comes back from the cache is the truth about their shape and dtype."""
+        shape = tuple(chunk.shape[1:] if chunk.dim() == 4 and chunk.shape[0] == 1 else chunk.shape)
+        if len(shape) not in (3, 4) or shape[-2] != self.chunk_size:
+            raise CacheProtocolError(f"the cache holds chunks of shape {list(shape)} for {self.chunk_size} tokens")
+        if kind is CacheKind.QUERY:
+            if len(shape) != 3:
+                raise CacheProtocolError(f"the cache holds queries of shape {list(shape)}, not one plane")
+            self._queries = Latent(shape[0], 1, shape[2]), chunk.dtype
+            return self._queries[0]
+        if self._codec is None and self._geometry is None and len(shape) == 4:
+            self._codec = Split(shape[1], 1, shape[3])
+        if self._codec is None:
+            raise self._unreadable or GeometryError(
+                f"{self.facts.model.described} lies in chunks of shape {list(shape)}, which can be read in several "
+                "ways: connect with probe=engine, or with geometry=KVGeometry(...)"
+            )
+        expected = self._codec.stored_shape(self.chunk_size)
+        if shape != expected:
+            raise GeometryError(
+                f"the cache holds chunks of {list(shape)} for {self.model_name!r}, but the geometry in use makes them "
+                f"{list(expected)} ({self._codec.name}): {self._geometry}"
+            )
+        if self._geometry is not None:
+            known = self._geometry.dtype
+            if known is not None and known != chunk.dtype:
+                raise GeometryError(
+                    f"the cache holds {chunk.dtype} for {self.model_name!r}, but the geometry in use says {known}"
+                )
+            self._geometry = dataclasses.replace(self._geometry, dtype=chunk.dtype)
+        self._shape_known = True
+        return self._codec
+
+    # Calls and their sessions.
+
+    async def _one_at_a_time(
+        self, work: Callable[[Errand], Coroutine[Any, Any, T]], key: Hashable, timeout: float | None
+    ) -> T:
+        """Run `work` when a copy can start and no call with the same key is under way: the server confuses those."""
+        self._check_open()
+        seconds = self._seconds(timeout)
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        async with contextlib.AsyncExitStack() as held:
+            try:
+                async with asyncio.timeout(seconds):
+                    await held.enter_async_context(self._alone(key))
+                    await held.enter_async_context(self._turns)
+            except TimeoutError as error:
+                raise CacheTimeout(f"other calls kept this one from starting within {seconds:g} s") from error
+            self._check_open()
+            release = held.pop_all()
+
+            async def held_work(errand: Errand) -> T:
+                async with release:
+                    return await work(errand)
+
+            return await run_errand(held_work, seconds - (loop.time() - started), self._tasks)
+
+    @contextlib.asynccontextmanager
+    async def _alone(self, key: Hashable) -> AsyncIterator[None]:
+        lock, users = self._busy.get(key, (asyncio.Lock(), 0))
+        self._busy[key] = lock, users + 1
+        try:
+            async with lock:
+                yield
+        finally:
+            lock, users = self._busy.pop(key)
+            if users > 1:
+                self._busy[key] = lock, users - 1
+
+    def _session(self, errand: Errand, ids: tuple[int, ...], salt: str, kind: CacheKind) -> Session:
+        return Session(
+            self._transport,
+            errand,
+            model_name=_name(self.model_name, kind),
+            world_size=self._world_size,
+            tokens=ids,
+            chunk_size=self.chunk_size,
+            cache_salt=salt,
+            lane=next(self._lane),
+            forgotten=self._registry.forgotten,
+        )
+
+    @contextlib.asynccontextmanager
+    async def _looked_up(
+        self, errand: Errand, ids: tuple[int, ...], salt: str, kind: CacheKind, *, trust: float = TRUST
+    ) -> AsyncIterator[tuple[Session, int]]:
+        """A session that has read-locked the chunks found, and their number."""
+        async with self._session(errand, ids, salt, kind) as session:
+            hit = await session.lookup()
+            if hit or not await self._register_served(_name(self.model_name, kind), errand, trust):
+                yield session, hit
+                return
+        async with self._session(errand, ids, salt, kind) as session:
+            yield session, await session.lookup()
+
+    async def _register_served(self, name: str, errand: Errand, trust: float) -> bool:
+        """Tell a miss from a model that nobody serves any more; one that we serve is registered again: look again."""
+        now = asyncio.get_running_loop().time()
+        if now < self._seen_served.get(name, -math.inf) + trust:
+            return False
+        again = False
+        served = self._served.get(name)
+        if served is not None:
+            seen = served.times_registered
+            if await self._registry.forgotten(served):
+                await self._registry.again(served, seen, timeout=max(errand.remaining, CONNECT_TIMEOUT))
+                again = True
+        else:
+            await self._check_served(name)
+        self._seen_served[name] = now
+        return again
+
+    async def _check_served(self, name: str) -> None:
+        status = await self._status()
+        metas = [status.get(key) for key in ("cache_context_meta", "non_cuda_context_meta")]
+        entries = [entry for meta in metas if isinstance(meta, dict) for entry in meta.values()]
+        served = {(entry.get("model_name"), entry.get("world_size", 1)) for entry in entries if isinstance(entry, dict)}
+        if (name, self._world_size) not in served:
+            raise CacheConnectionError(
+                f"nothing can be found for {name!r} with {self._world_size} ranks: no engine is registered for it at "
+                f"the cache server {self.facts.http_url} (any more). Start the engine, or restart it after the server"
+            )
+
+    async def _knowing_us(self, errand: Errand, client: Client, call: Callable[[], Awaitable[T]]) -> T:
+        """Make a call that needs our registration; a forgotten one is made again, once."""
+        seen = client.times_registered
+        try:
+            return await call()
+        except ForgottenError:
+            await self._registry.again(client, seen, timeout=max(errand.remaining, CONNECT_TIMEOUT))
+        try:
+            return await call()
+        except ForgottenError:
+            raise CacheConnectionError(f"the cache server {self._transport.url} keeps forgetting this client") from None
+
+    async def _fetch(
+        self,
+        errand: Errand,
+        ids: tuple[int, ...],
+        salt: str,
+        kind: CacheKind,
+        use: Callable[[CacheKind, list[list[Tensor]]], Awaitable[T]],
+    ) -> T | None:
+        async with self._looked_up(errand, ids, salt, kind) as (session, hit):
+            if hit == 0:
+                return None
+            return await self._read(errand, session, hit, lambda chunks: use(kind, chunks))
+
+    async def _read(
+        self, errand: Errand, session: Session, hit: int, use: Callable[[list[list[Tensor]]], Awaitable[T]]
+    ) -> T:
+        """Let `use` look at the first `hit` chunks of each rank, in place where there is shared memory."""
+        client = self._reader
+        assert client is not None
+        prepared: list[PreparedRetrieve] = []
+        pools: list[Pool | None] = []
+        for rank in range(self._world_size):
+            call = _bind(session.prepare_retrieve, rank, hit, client)
+            prepared.append(await self._knowing_us(errand, client, call))
+            pools.append(self._registry.pool)
+        errand.check()
+        with self._lease(pools) as lease:
+            chunks = [await self._chunks(of_rank, lease) for of_rank in prepared]
+            if any(len(of_rank) != hit for of_rank in chunks):
+                raise CacheProtocolError(
+                    f"the cache server gave {[len(of_rank) for of_rank in chunks]} chunks, not {hit}"
+                )
+            result = await use(chunks)
+            del chunks
+        for rank in range(self._world_size):
+            await session.commit_retrieve(rank)
+        return result
+
+    async def _chunks(self, prepared: PreparedRetrieve, lease: Lease | None) -> list[Tensor]:
+        if prepared.context.slots:
+            return _views(prepared.context.slots, lease)
+        return await self._executor.run(load_tensors, prepared.data)
+
+    @contextlib.contextmanager
+    def _lease(self, pools: list[Pool | None]) -> Any:
+        pool = pools[0]
+        if any(other is not pool for other in pools) or (pool is not None and pool.closed):
+            raise CacheConnectionError("the cache server restarted meanwhile: try again")
+        if pool is None:
+            yield None
+            return
+        with pool.lease() as lease:
+            yield lease
+
+    async def _copy_out(self, kind: CacheKind, chunks: list[list[Tensor]]) -> Tensor:
+        codec = self._reading(kind, chunks[0][0])
+        count = len(chunks[0])
+        shape = (codec.planes, codec.num_layers, count * self.chunk_size, codec.width * self._world_size)
+        out = self._buffers.empty(shape, chunks[0][0].dtype)
+
+        def copy(first: int, last: int) -> None:
+            for rank, of_rank in enumerate(chunks):
+                for index in range(first, last):
+                    codec.decode(of_rank[index], self._part(out, codec, rank, index))
+
+        await self._in_parts(copy, count)
+        return out
+
+    async def _store(
+        self,
+        errand: Errand,
+        source: _Source,
+        ids: tuple[int, ...],
+        salt: str,
+        kind: CacheKind,
+        codec: Codec,
+        dtype: torch.dtype,
+    ) -> StoreOutcome:
+        layout = self._layout(codec, dtype)
+        client = await self._registry.client(layout, timeout=max(errand.remaining, CONNECT_TIMEOUT))
+        count = len(ids) // self.chunk_size
+        if self._registry.pool is None:
+            return await self._store_pickled(errand, client, source, ids, salt, kind, codec, count)
+        async with self._session(errand, ids, salt, kind) as session:
+            offered = await self._write(errand, session, client, source, codec, count)
+        everywhere = set.intersection(*offered)
+        if len(everywhere) == count:
+            return StoreOutcome(count, taken=count)
+        errand.check()
+        open_ = [index for index in range(count) if index not in everywhere]
+        hit, same = await self._compare(errand, source, ids, salt, kind, codec, open_)
+        somewhere = set.union(*offered)
+        taken = len(everywhere) + len(same & somewhere)
+        missing = sum(index >= hit for index in open_)
+        return StoreOutcome(
+            count,
+            taken=taken,
+            same=len(same - somewhere),
+            kept=len(open_) - missing - len(same),
+            missing=missing,
+        )
+
+    async def _write(
+        self, errand: Errand, session: Session, client: Client, source: _Source, codec: Codec, count: int
+    ) -> list[set[int]]:
+        """Write the chunks that the server offers slots for.
+
+        Returns:
+            For each rank the chunks that it took.
+        """
+        prepared: list[StoreSlots] = []
+        pools: list[Pool | None] = []
+        failure: Exception | None = None
+        client.unfinished += 1
+        for rank in range(self._world_size):
+            try:
+                call = _bind(session.prepare_store, rank, client)
+                prepared.append(await self._knowing_us(errand, client, call))
+                pools.append(self._registry.pool)
+            except (CacheError, AbandonedError) as error:
+                # What was reserved for other ranks is published sooner or later: see that it is right.
+                failure = error
+                break
+        taken: list[set[int]] = [set() for _ in range(self._world_size)]
+        if prepared:
+            with self._lease(pools) as lease:
+                targets: list[tuple[int, int, Tensor]] = []
+                for rank, slots in enumerate(prepared):
+                    views = self._targets(slots, lease, codec, client.layout.dtype, count)
+                    targets += [(rank, index, view) for index, view in views]
+
+                def copy(kv: Tensor, first: int, last: int) -> None:
+                    for rank, index, view in targets[first:last]:
+                        codec.encode(self._part(kv, codec, rank, index), view)
+
+                await source.use(lambda kv: self._in_parts(copy, len(targets), kv))
+            for rank, slots in enumerate(prepared):
+                if slots.chunk_indices and await session.commit_store(rank, client):
+                    taken[rank].update(slots.chunk_indices)
+        if failure is not None and not isinstance(failure, AbandonedError):
+            raise failure
+        client.unfinished -= 1
+        if failure is not None:
+            raise failure
+        return taken
+
+    def _targets(
+        self, slots: StoreSlots, lease: Lease, codec: Codec, dtype: torch.dtype, count: int
+    ) -> list[tuple[int, Tensor]]:
+        indices, places = slots.chunk_indices or (), slots.slots or ()
+        if len(indices) != len(places) or len(set(indices)) != len(indices):
+            raise CacheProtocolError(f"the cache server offers {len(places)} slots for the chunks {list(indices)}")
+        if any(not 0 <= index < count for index in indices):
+            raise CacheProtocolError(f"the cache server offers slots for the chunks {list(indices)} of {count}")
+        expected = codec.stored_shape(self.chunk_size)
+        views = _views(places, lease)
+        for view in views:
+            if tuple(view.shape) not in (expected, (1, *expected)) or view.dtype != dtype:
+                raise CacheProtocolError(
+                    f"the cache server offers slots of {list(view.shape)} of {view.dtype} for chunks of "
+                    f"{list(expected)} of {dtype}"
+                )
+        return list(zip(indices, views, strict=True))
+
+    async def _store_pickled(
+        self,
+        errand: Errand,
+        client: Client,
+        source: _Source,
+        ids: tuple[int, ...],
+        salt: str,
+        kind: CacheKind,
+        codec: Codec,
+        count: int,
+    ) -> StoreOutcome:
+        # The server does not say which of pickled chunks it took: compare what it has afterwards.
+        async with self._looked_up(errand, ids, salt, kind) as (_, before):
+            pass
+
+        def pickled(kv: Tensor, rank: int) -> bytes:
+            shape = codec.stored_shape(self.chunk_size)
+            chunks = [torch.empty(shape, dtype=kv.dtype) for _ in range(count)]
+            for index, chunk in enumerate(chunks):
+                codec.encode(self._part(kv, codec, rank, index), chunk)
+            return dump_tensors(chunks)
+
+        async with self._session(errand, ids, salt, kind) as session:
+            for rank in range(self._world_size):
+                prepare = _bind(session.prepare_store, rank, client)
+                prepared = await self._knowing_us(errand, client, prepare)
+                if prepared.slots is not None:
+                    raise CacheProtocolError("the cache server offers shared memory that it said it does not have")
+                errand.check()
+                data = await source.use(lambda kv, rank=rank: self._executor.run(pickled, kv, rank))  # type: ignore[misc]
+                await session.commit_store(rank, client, data)
+        errand.check()
+        hit, same = await self._compare(errand, source, ids, salt, kind, codec, list(range(count)))
+        old = sum(index < before for index in same)
+        return StoreOutcome(count, taken=len(same) - old, same=old, kept=hit - len(same), missing=count - hit)
+
+    async def _compare(
+        self,
+        errand: Errand,
+        source: _Source,
+        ids: tuple[int, ...],
+        salt: str,
+        kind: CacheKind,
+        codec: Codec,
+        indices: list[int],
+    ) -> tuple[int, set[int]]:
+        """Count the chunks in the cache now, and find those of `indices` among them that hold the source's bytes."""
+        async with self._looked_up(errand, ids, salt, kind, trust=0.0) as (session, hit):
+            present = [index for index in indices if index < hit]
+            if not present:
+                return hit, set()
+
+            def same(kv: Tensor, chunks: list[list[Tensor]]) -> set[int]:
+                ours = torch.empty(codec.stored_shape(self.chunk_size), dtype=kv.dtype)
+                equal = set(present)
+                for index in present:
+                    for rank, of_rank in enumerate(chunks):
+                        codec.encode(self._part(kv, codec, rank, index), ours)
+                        if not _equal_bytes(ours, of_rank[index]):
+                            equal.discard(index)
+                            break
+                return equal
+
+            async def use(chunks: list[list[Tensor]]) -> set[int]:
+                self._reading(kind, chunks[0][0])
+                return await source.use(lambda kv: self._executor.run(same, kv, chunks))
+
+            return hit, await self._read(errand, session, hit, use)
+
+    def _part(self, kv: Tensor, codec: Codec, rank: int, index: int) -> Tensor:
+        of_rank = kv.narrow(3, rank * codec.width, codec.width)
+        return of_rank.narrow(2, index * self.chunk_size, self.chunk_size)
+
+    async def _in_parts(self, copy: Callable[..., None], count: int, *args: Any) -> None:
+        """Run `copy(*args, first, last)` over `count` items, side by side; all of it has ended when this returns."""
+        lanes = max(1, min(self._executor.lanes, count))
+        bounds = [count * part // lanes for part in range(lanes + 1)]
+        runs = (self._executor.run(copy, *args, first, last) for first, last in itertools.pairwise(bounds))
+        for failed in await asyncio.gather(*runs, return_exceptions=True):
+            if failed is not None:
+                raise failed
+
+    # Small things.
+
+    def _whole_chunks(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        ids = check_tokens(tokens)
+        return tuple(ids[: len(ids) // self.chunk_size * self.chunk_size].tolist())
+
+    def _seconds(self, timeout: float | None) -> float:
+        return check_timeout(self.timeout if timeout is None else timeout)
+
+    def _check_open(self) -> None:
+        if self._closing is not None:
+            raise UsageError("the context is closed: connect again")
+
+    async def _status(self) -> Any:
+        status = await _fetch_json(f"{self.facts.http_url}/status")
+        if not isinstance(status, dict):
+            raise CacheProtocolError(f"{self.facts.http_url}/status answers no JSON object")
+        return status
+
+    async def _close(self) -> None:
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=CLOSE_TIMEOUT)
+        left = list(self._tasks)
+        for task in left:
+            task.cancel()
+        if left:
+            await asyncio.wait(left, timeout=CONNECT_TIMEOUT)
+        await self._registry.close(timeout=CONNECT_TIMEOUT)
+        await self._transport.close()
+        self._buffers.clear()
+
+
+class _Source:
+    """The KV to store. While it may still be written, the caller's tensor is either not let go of, or copied."""
+
+    def __init__(self, kv: Tensor, executor: TransferExecutor) -> None:
+        self._kv = kv
+        self._executor = executor
+        self._private = False
+        self._in_use = asyncio.Lock()
+
+    async def to_host(self) -> None:
+        if self._kv.device.type != "cpu":
+            self._kv = await self._executor.to_host(self._kv)
+            self._private = True
+
+    async def use(self, work: Callable[[Tensor], Awaitable[T]]) -> T:
+        async with self._in_use:
+            return await work(self._kv)
+
+    async def keep(self) -> None:
+        """Take a copy, since the caller may change the tensor from now on."""
+        async with self._in_use:
+            if not self._private:
+                self._kv = await self._executor.run(self._kv.clone)
+                self._private = True
+
+
+def _bind(call: Callable[..., Awaitable[T]], *args: Any) -> Callable[[], Awaitable[T]]:
+    return lambda: call(*args)
+
+
+def _name(model_name: str, kind: CacheKind) -> str:
+    return f"{model_name}##query" if kind is CacheKind.QUERY else model_name
+
+
+def _views(slots: Sequence[Slot], lease: Lease | None) -> list[Tensor]:
+    if lease is None:
+        raise CacheProtocolError("the cache server names shared-memory slots, but said that it has no shared memory")
+    return [lease.view(slot) for slot in slots]
+
+
+def _equal_bytes(a: Tensor, b: Tensor) -> bool:
+    if a.dtype != b.dtype or a.numel() != b.numel():
+        return False
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+async def _fetch_json(url: str, *, missing_ok: bool = False) -> Any:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=CONNECT_TIMEOUT)) as session:
+        return await _get(session, url, missing_ok=missing_ok)
+
+
+async def open_context(
+    url: str,
+    *,
+    http_url: str | None = None,
+    model_name: str | None = None,
+    timeout: float = 60.0,
+    geometry: KVGeometry | None = None,
+    probe: AsyncPostCompletion | None = None,
+    executor: TransferExecutor | None = None,
+    lanes: int = 2,
+    serve: bool = False,
+    populate: bool = False,
+) -> MPKVCacheContext:
+    """Connect to an LMCache MP server.
+
+    Args:
+        url: Its request endpoint, `tcp://host:port`, `ipc://path`, `grpc://host:port` or `grpc+unix://path`.
+        http_url: Its HTTP address, such as `http://localhost:8080`.
+        model_name: The model's name in the cache, which is vLLM's `--model`; None: the only one registered.
+        timeout: Seconds that each call takes at most unless it says otherwise.
+        geometry: Shape of the KV, where the server does not tell, or to be checked against what it tells.
+        probe: An engine to prove the reading of the KV with.
+        executor: Where copies run; None: the process's own.
+        lanes: Connections that move data side by side.
+        serve: Register the model's name too, for a cache that no engine uses. Needs `model_name` and `geometry`.
+        populate: Map the server's whole shared memory ahead, in the background: first stores are faster, but its memory
+            is taken at once, and counts as this process's.
+
+    Raises:
+        UsageError: The arguments cannot be right.
+        CacheConnectionError: The server cannot be reached or used; the message says what to change.
+        GeometryError: What is known of the KV is contradictory.
+    """
+    check_timeout(timeout)
+    if http_url is None:
+        raise UsageError(f"{url} needs the same server's HTTP address: http_url='http://host:8080' (its --http-port)")
+    if serve and (model_name is None or geometry is None):
+        raise UsageError("serve=True needs model_name and geometry: nobody else tells them")
+    transport = open_transport(url, lanes=lanes)
+    context: MPKVCacheContext | None = None
+    try:
+        facts = await _discover(url, http_url, model_name, geometry if serve else None)
+        chunk_size = await transport.call(GET_CHUNK_SIZE, timeout=CONNECT_TIMEOUT)
+        if chunk_size != facts.chunk_size:
+            raise CacheConnectionError(
+                f"{url} has chunks of {chunk_size} tokens, but {http_url} says {facts.chunk_size}: url and http_url "
+                "are two different servers"
+            )
+        shape = await _geometry(facts, geometry)
+        context = MPKVCacheContext(
+            transport,
+            facts,
+            timeout=timeout,
+            geometry=shape,
+            explicit=geometry is not None,
+            executor=executor,
+            populate=populate,
+        )
+        await context.start(serve=serve)
+        if probe is not None:
+            await context.probe(probe)
+    except BaseException:
+        closing = context.close() if context is not None else transport.close()
+        await finish(asyncio.ensure_future(closing), CLOSE_TIMEOUT)
+        raise
+    return context
+
+
+async def _discover(url: str, http_url: str, model_name: str | None, served: KVGeometry | None) -> ServerFacts:
+    base = http_url.rstrip("/")
+    if not base.startswith(("http://", "https://")):
+        raise UsageError(f"http_url must start with http:// or https://, not {http_url!r}")
+    answer = await _fetch_json(f"{base}/config", missing_ok=True)
+    if answer is None:
+        answer = await _fetch_json(f"{base}/conf")
+    config = parse_config(answer, url=f"{base}/config")
+    check_server(config, url=url, http_url=base)
+    if served is None:
+        return await discover(base, model_name, timeout=CONNECT_TIMEOUT)
+    assert model_name is not None
+    model = ModelLayout(
+        model_name=model_name,
+        world_size=served.world_size,
+        one_plane=served.planes == 1,
+        block_size=served.block_size,
+    )
+    state = ServerState(healthy=None, model=model, model_names=(model_name,))
+    return ServerFacts(http_url=base, config=config, state=state)
+
+
+async def _geometry(facts: ServerFacts, given: KVGeometry | None) -> KVGeometry | None:
+    def resolve() -> KVGeometry | None:
+        path = find_model_config(facts.model.model_name)
+        config = KVGeometry.from_config(path) if path is not None else None
+        return resolve_geometry(facts, given=given, config=config, config_name=str(path or "config.json"))
+
+    return await asyncio.to_thread(resolve)

@@ -1,0 +1,221 @@
+"""The cache server's shared-memory segment, mapped here, and tensors over its slots without a copy."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import mmap
+import os
+import threading
+import weakref
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import torch
+
+from lmcache_stream.errors import CacheConnectionError, CacheProtocolError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import Tensor
+
+    from lmcache_stream.kvcache.mp.wire import Slot
+
+__all__ = ["BufferPool", "Lease", "Pool", "torch_dtype"]
+
+_MADV_POPULATE_WRITE = 23
+_POPULATE_BYTES = 64 << 20
+_SPANS = 256
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Find a dtype by its name, with or without `torch.`.
+
+    Raises:
+        CacheProtocolError: There is no such dtype.
+    """
+    dtype = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise CacheProtocolError(f"the cache server names a dtype that does not exist: {name!r}")
+    return dtype
+
+
+class Pool:
+    """One mapping of a POSIX shared-memory segment that belongs to the cache server.
+
+    It is never unlinked from here, and stays mapped as long as a view of it lives.
+
+    Args:
+        name: The segment's name, with or without a leading slash.
+        populate: What to map in the background, so that no copy pays for it later: "filled", what holds data already;
+            "all", which takes the memory of the server's whole pool at once; None: nothing.
+
+    Raises:
+        CacheConnectionError: There is no such segment on this machine, or it cannot be opened.
+    """
+
+    def __init__(self, name: str, *, populate: Literal["filled", "all"] | None = "filled") -> None:
+        self.name = name.lstrip("/")
+        if not self.name or "/" in self.name:
+            raise CacheProtocolError(f"the cache server names an impossible shared-memory segment: {name!r}")
+        try:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise CacheConnectionError(
+                f"the cache server's shared memory cannot be opened ({self._path}: {error.strerror}): run on the same "
+                "machine as the server, with /dev/shm shared, or start the server without --shm-name"
+            ) from error
+        try:
+            found = os.fstat(descriptor)
+            self.identity = (found.st_dev, found.st_ino, found.st_size)
+            self.size = found.st_size
+            if self.size == 0:
+                raise CacheProtocolError(f"the cache server's shared memory {self._path} is empty")
+            spans = _filled(descriptor, self.size) if populate == "filled" else [(0, self.size)]
+            self._bytes: Tensor | None = torch.frombuffer(mmap.mmap(descriptor, self.size), dtype=torch.uint8)
+        finally:
+            os.close(descriptor)
+        self._stop = threading.Event()
+        self._leases = 0
+        if populate and spans:
+            args = (self._bytes, spans, self._stop)
+            threading.Thread(target=_populate, args=args, name="lmcache-stream pages", daemon=True).start()
+
+    @property
+    def _path(self) -> str:
+        return f"/dev/shm/{self.name}"
+
+    @property
+    def closed(self) -> bool:
+        """Whether no lease can be had any more."""
+        return self._bytes is None
+
+    def is_current(self) -> bool:
+        """Whether the segment of this name is still the mapped one: a restarted server makes another."""
+        try:
+            found = os.stat(self._path)
+        except OSError:
+            return False
+        return self.identity == (found.st_dev, found.st_ino, found.st_size)
+
+    @contextlib.contextmanager
+    def lease(self) -> Iterator[Lease]:
+        """Open a scope in which slots can be looked at. Use no view of it behind its end: the slot may be reused."""
+        if self._bytes is None:
+            raise UsageError("the shared memory is closed")
+        lease = Lease(self._bytes)
+        try:
+            yield lease
+        finally:
+            lease.end()
+
+    def close(self) -> None:
+        """Let go of the mapping; it goes when the last view does."""
+        self._stop.set()
+        self._bytes = None
+
+
+class Lease:
+    """The right to look at slots of a pool."""
+
+    def __init__(self, pool: Tensor) -> None:
+        self._pool: Tensor | None = pool
+
+    def view(self, slot: Slot) -> Tensor:
+        """Look at a slot as a tensor of its shape and dtype; writing to it writes to the cache.
+
+        Raises:
+            CacheProtocolError: The slot is not inside the pool, or its shape, dtype and length disagree.
+            UsageError: The lease has ended.
+        """
+        if self._pool is None:
+            raise UsageError("the lease has ended: the slot may hold another chunk by now")
+        dtype = torch_dtype(slot.dtype)
+        size = self._pool.numel()
+        wanted = _bytes_of(slot.shape, dtype)
+        if slot.offset < 0 or wanted > slot.length or slot.offset + slot.length > size:
+            raise CacheProtocolError(
+                f"the cache server names a slot that does not fit: offset {slot.offset}, length {slot.length}, shape "
+                f"{list(slot.shape)} of {slot.dtype}, in a pool of {size} bytes"
+            )
+        if slot.offset % dtype.itemsize:
+            raise CacheProtocolError(f"the cache server names a slot of {slot.dtype} at the odd offset {slot.offset}")
+        return self._pool[slot.offset : slot.offset + wanted].view(dtype).view(slot.shape)
+
+    def end(self) -> None:
+        """End the lease: no further view is given."""
+        self._pool = None
+
+
+def _bytes_of(shape: Sequence[int], dtype: torch.dtype) -> int:
+    if any(extent < 1 for extent in shape):
+        raise CacheProtocolError(f"the cache server names a slot of shape {list(shape)}")
+    return math.prod(shape) * dtype.itemsize
+
+
+def _filled(descriptor: int, size: int) -> list[tuple[int, int]]:
+    """Find the spans of bytes that hold data, at most a few: touching the rest would allocate it."""
+    spans: list[tuple[int, int]] = []
+    end = 0
+    while end < size and len(spans) < _SPANS:
+        try:
+            start = os.lseek(descriptor, end, os.SEEK_DATA)
+            end = os.lseek(descriptor, start, os.SEEK_HOLE)
+        except OSError:
+            break
+        spans.append((start, end))
+    return spans
+
+
+def _populate(mapped: Tensor, spans: list[tuple[int, int]], stop: threading.Event) -> None:
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    for first, last in spans:
+        for offset in range(first, last, _POPULATE_BYTES):
+            length = min(_POPULATE_BYTES, last - offset)
+            if stop.is_set() or madvise(mapped.data_ptr() + offset, length, _MADV_POPULATE_WRITE):
+                return
+
+
+class _Loan(np.ndarray):  # a weakly referable view, whose death gives the buffer back
+    pass
+
+
+class BufferPool:
+    """Host memory that is used again once no tensor looks at it, so that its pages are faulted in once only.
+
+    Args:
+        max_idle_bytes: How much is kept for the next user.
+    """
+
+    def __init__(self, max_idle_bytes: int = 1 << 30) -> None:
+        self._max_idle_bytes = max_idle_bytes
+        self._lock = threading.Lock()
+        self._idle: list[np.ndarray[tuple[int], np.dtype[np.uint8]]] = []
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Make an uninitialised tensor of `shape`, in used memory if there is some that fits."""
+        size = math.prod(shape) * dtype.itemsize
+        with self._lock:
+            fitting = [buffer for buffer in self._idle if size <= buffer.nbytes <= 2 * size]
+            buffer = min(fitting, key=lambda found: found.nbytes, default=None)
+            if buffer is not None:
+                self._idle = [other for other in self._idle if other is not buffer]
+        if buffer is None:
+            buffer = np.empty(size, np.uint8)
+        loan = buffer.view(_Loan)
+        weakref.finalize(loan, self._give_back, buffer).atexit = False
+        return torch.frombuffer(loan, dtype=torch.uint8)[:size].view(dtype).view(tuple(shape))
+
+    def _give_back(self, buffer: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
+        with self._lock:
+            self._idle.append(buffer)
+            while self._idle and sum(kept.nbytes for kept in self._idle) > self._max_idle_bytes:
+                self._idle.pop(0)
+
+    def clear(self) -> None:
+        """Drop the idle memory. What is in use now is kept when it comes back."""
+        with self._lock:
+            self._idle.clear()

@@ -1,0 +1,149 @@
+"""Who we are at the cache server: registrations under names of our own, and the pool that comes with them.
+
+A registration tells the shape of what is stored. Reads do not depend on it, so a first one can be made before the shape
+is known. A server that restarted, or did not hear of a client for long, has forgotten it.
+
+A client never pings. One that has pinged is reaped after 120 s of silence, and what it had reserved is published as it
+is then, half-written by a process that died. Without a ping that comes after an hour, when reservations have run out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import uuid
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lmcache_stream.errors import CacheError
+from lmcache_stream.kvcache.mp.discovery import SCRATCH_PREFIX
+from lmcache_stream.kvcache.mp.pool import Pool
+from lmcache_stream.kvcache.mp.wire import REGISTER, UNREGISTER, Registration
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    import torch
+
+    from lmcache_stream.kvcache.mp.transport import Transport
+
+__all__ = ["Client", "Layout", "Registry"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What chunks look like that a client stores.
+
+    Args:
+        num_layers: Layers, `L`.
+        width: Stored values a token, plane and layer of one rank.
+        dtype: Their type.
+        one_plane: A chunk is `[L, C, width]`; else `[2, L, C, width]`.
+        block_size: Tokens an engine block.
+        world_size: Ranks.
+    """
+
+    num_layers: int
+    width: int
+    dtype: torch.dtype
+    one_plane: bool
+    block_size: int
+    world_size: int
+
+
+@dataclass(slots=True, eq=False)
+class Client:
+    """One registration, and its stores that have begun to write and not ended well."""
+
+    instance_id: int
+    model_name: str
+    layout: Layout
+    times_registered: int = 0
+    unfinished: int = 0
+
+
+class Registry:
+    """Our registrations at one server, and the pool.
+
+    Args:
+        transport: The way to the server.
+        status: Fetches the server's `/status`.
+        populate: Whether to map the whole pool ahead, which takes its memory at once.
+    """
+
+    def __init__(self, transport: Transport, status: Callable[[], Awaitable[Any]], *, populate: bool = False) -> None:
+        self._transport = transport
+        self._status = status
+        self._populate = populate
+        self._clients: dict[tuple[str | None, Layout], Client] = {}
+        self._lock = asyncio.Lock()
+        self.pool: Pool | None = None
+
+    async def client(self, layout: Layout, *, timeout: float, model_name: str | None = None) -> Client:
+        """Find the registration for `layout`, or make one.
+
+        Args:
+            layout: What will be stored.
+            timeout: Seconds.
+            model_name: The name to register; None: one that nobody uses.
+        """
+        async with self._lock:
+            client = self._clients.get((model_name, layout))
+            if client is None:
+                name = model_name or f"{SCRATCH_PREFIX}{uuid.uuid4().hex}"
+                client = self._clients[model_name, layout] = Client(secrets.randbits(63), name, layout)
+            if client.times_registered == 0:
+                await self._register(client, timeout)
+            return client
+
+    async def again(self, client: Client, seen: int, *, timeout: float) -> None:
+        """Register a forgotten client again, unless that was done since it had been registered `seen` times."""
+        async with self._lock:
+            if client.times_registered == seen:
+                await self._register(client, timeout)
+
+    async def forgotten(self, client: Client) -> bool:
+        """Tell whether the server does not know `client` any more; False where it does not say."""
+        try:
+            status = await self._status()
+        except CacheError:
+            return False
+        known = status.get("non_cuda_context_meta") if isinstance(status, dict) else None
+        return isinstance(known, dict) and str(client.instance_id) not in known
+
+    async def close(self, *, timeout: float) -> None:
+        """Unregister what has nothing half-written, and let go of the pool."""
+        ids = [client.instance_id for client in self._clients.values() if not client.unfinished]
+        calls = (self._transport.call(UNREGISTER, instance_id, timeout=timeout) for instance_id in ids)
+        for failed in await asyncio.gather(*calls, return_exceptions=True):
+            if failed is not None:
+                logger.debug("while unregistering: %s", failed)
+        if self.pool is not None:
+            self.pool.close()
+
+    async def _register(self, client: Client, timeout: float) -> None:
+        layout = client.layout
+        payload = Registration(
+            instance_id=client.instance_id,
+            model_name=client.model_name,
+            world_size=layout.world_size,
+            block_size=layout.block_size,
+            num_layers=layout.num_layers,
+            hidden_dim_size=layout.width,
+            dtype_str=str(layout.dtype).removeprefix("torch."),
+            use_mla=layout.one_plane,
+        )
+        registered = await self._transport.call(REGISTER, payload, timeout=timeout)
+        client.times_registered += 1
+        self.pool = await asyncio.to_thread(self._mapped, registered.shm_name.lstrip("/"))
+
+    def _mapped(self, shm_name: str) -> Pool | None:
+        """The pool, mapped again if the server has made another."""
+        if self.pool is not None:
+            if self.pool.name == shm_name and self.pool.is_current():
+                return self.pool
+            self.pool.close()
+        return Pool(shm_name, populate="all" if self._populate else "filled") if shm_name else None

@@ -1,0 +1,359 @@
+"""What one call holds at the cache server, and how it lets go of it on every path.
+
+A lookup takes read locks, `prepare_store` takes reservations, and both open a session. The server has no way to drop a
+reservation: one that is committed, or whose client goes away, is published as it is. So what was reserved is always
+written to the end, also when nobody waits for it any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import uuid
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import anyio
+
+from lmcache_stream.errors import CacheConnectionError, CacheError, CacheProtocolError, CacheTimeout
+from lmcache_stream.kvcache.mp.transport import silence
+from lmcache_stream.kvcache.mp.wire import (
+    COMMIT_RETRIEVE,
+    COMMIT_STORE,
+    END_SESSION,
+    FREE_LOOKUP_LOCKS,
+    LOOKUP,
+    NOOP,
+    PREPARE_RETRIEVE,
+    PREPARE_STORE,
+    WAIT_PREFETCH_STATUS,
+    CacheKey,
+    Operation,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Coroutine, Iterator
+    from types import TracebackType
+    from typing import Self
+
+    from lmcache_stream.kvcache.mp.registry import Client
+    from lmcache_stream.kvcache.mp.transport import Transport
+    from lmcache_stream.kvcache.mp.wire import PreparedRetrieve, StoreSlots
+
+__all__ = ["AbandonedError", "Errand", "ForgottenError", "Session", "finish", "run_errand"]
+
+R = TypeVar("R")
+T = TypeVar("T")
+
+PATIENCE = 1.0
+"""Seconds without an answer after which a registration is looked after."""
+
+CLEAN_UP = 5.0
+"""Seconds that a caller who was cancelled waits for what it holds to be let go of."""
+
+LINGER = 10.0
+"""Seconds behind its deadline that a request is waited for which may take locks."""
+
+WAIT_SLICE = 0.5
+"""Seconds that one wait may hold one of the server's few threads."""
+
+END_TIMEOUT = 2.0
+"""Seconds for the end of a session, which the server does not answer if nobody serves the model any more."""
+
+logger = logging.getLogger(__name__)
+
+
+class AbandonedError(Exception):
+    """Nobody waits for this errand any more: let go of everything and stop."""
+
+
+class ForgottenError(Exception):
+    """The server does not know the client any more."""
+
+
+class Errand:
+    """One call of a user. It runs in a task of its own, which is never cancelled, but asked to stop.
+
+    Args:
+        timeout: Seconds until the user stops waiting.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        loop = asyncio.get_running_loop()
+        self.timeout = timeout
+        self.abandoned = False
+        self.outcome: asyncio.Future[Any] = loop.create_future()
+        self.before_leaving: Callable[[], Awaitable[None]] | None = None
+        self._deadline = loop.time() + timeout
+
+    @property
+    def remaining(self) -> float:
+        """Seconds until the deadline, at least 0."""
+        return max(0.0, self._deadline - asyncio.get_running_loop().time())
+
+    def check(self) -> None:
+        """Raise if nobody waits any more, or time is up."""
+        if self.abandoned:
+            raise AbandonedError
+        if self.remaining <= 0:
+            raise CacheTimeout(f"the cache did not finish within {self.timeout:g} s")
+
+    async def fail(self, error: CacheError) -> None:
+        """Let the user know now; the errand goes on to let go of what it holds."""
+        if not self.abandoned:
+            self.abandoned = True
+            if self.before_leaving is not None:
+                await self.before_leaving()
+        if not self.outcome.done():
+            self.outcome.set_exception(error)
+
+
+async def run_errand(
+    work: Callable[[Errand], Coroutine[Any, Any, T]], timeout: float, tasks: set[asyncio.Task[Any]]
+) -> T:
+    """Run `work`, and see it through to the end of its clean-up if the caller is cancelled (at most `CLEAN_UP`).
+
+    Args:
+        work: Makes the coroutine; it raises `AbandonedError` when it sees that it was abandoned.
+        timeout: Seconds that it has.
+        tasks: Where its task is kept while it runs.
+    """
+    errand = Errand(timeout)
+    task = asyncio.create_task(work(errand))
+    tasks.add(task)
+
+    def settle(task: asyncio.Task[T]) -> None:
+        tasks.discard(task)
+        error = CacheConnectionError("the context was closed") if task.cancelled() else task.exception()
+        if errand.outcome.done():
+            if error is not None and not isinstance(error, AbandonedError | CacheError):
+                logger.error("an abandoned call failed", exc_info=error)
+        elif error is not None:
+            errand.outcome.set_exception(error)
+        else:
+            errand.outcome.set_result(task.result())
+
+    task.add_done_callback(settle)
+    try:
+        result: T = await errand.outcome
+    except asyncio.CancelledError:
+        errand.abandoned = True
+        await finish(task, CLEAN_UP)
+        if not task.done() and errand.before_leaving is not None:
+            await finish(asyncio.ensure_future(errand.before_leaving()), None)
+        raise
+    return result
+
+
+async def finish(task: asyncio.Future[Any], seconds: float | None) -> None:
+    """Wait for `task`, at most `seconds`, whatever happens to the waiter; its result is not looked at."""
+    loop = asyncio.get_running_loop()
+    deadline = None if seconds is None else loop.time() + seconds
+    with anyio.CancelScope(shield=True):
+        while not task.done() and (deadline is None or loop.time() < deadline):
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([task], timeout=None if deadline is None else deadline - loop.time())
+
+
+class Session:
+    """One session at the server, over one sequence; entered and left with everything let go of.
+
+    Args:
+        transport: The way to the server.
+        errand: The call that it serves.
+        model_name: The name that the chunks go by.
+        world_size: Ranks.
+        tokens: Whole chunks of tokens.
+        chunk_size: Tokens a chunk.
+        cache_salt: The salt.
+        lane: The connection for what moves data.
+        forgotten: Tells whether the server has forgotten a client.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        errand: Errand,
+        *,
+        model_name: str,
+        world_size: int,
+        tokens: tuple[int, ...],
+        chunk_size: int,
+        cache_salt: str,
+        lane: int,
+        forgotten: Callable[[Client], Awaitable[bool]],
+    ) -> None:
+        self._transport = transport
+        self._errand = errand
+        self._forgotten = forgotten
+        self._lane = lane
+        self._model_name = model_name
+        self._world_size = world_size
+        self._tokens = tokens
+        self._chunk_size = chunk_size
+        self._salt = cache_salt
+        self._request_id = f"lmcache-stream-{uuid.uuid4().hex}"
+        self._looked_up = False
+        self._hit: int | None = None
+        self._locked = set(range(world_size))
+        self._prepared: dict[int, tuple[CacheKey, Client]] = {}
+        self._opened = False
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        if isinstance(exc, CacheConnectionError):
+            await self._errand.fail(exc)
+        await self._release()
+
+    async def lookup(self) -> int:
+        """Count the chunks of the longest cached prefix, and lock them for reading."""
+        self._errand.check()
+        self._looked_up = self._opened = True
+        await self._late(LOOKUP, self._key(None), self._world_size)
+        while self._hit is None:
+            self._errand.check()
+            timeout = self._errand.remaining
+            self._hit = await self._wait(min(WAIT_SLICE, timeout / 2), timeout)
+        return self._hit
+
+    async def prepare_retrieve(self, rank: int, chunks: int, client: Client) -> PreparedRetrieve:
+        """Ask where the first `chunks` chunks of `rank` are."""
+        self._errand.check()
+        key = self._key(rank, chunks * self._chunk_size)
+        self._prepared[rank] = key, client
+        try:
+            prepared = await self._late(PREPARE_RETRIEVE, key, client.instance_id, client=client)
+        except ForgottenError:
+            del self._prepared[rank]
+            raise
+        if not prepared.success:
+            # The server has let go of those that it found; of the others there is nothing to let go of.
+            self._unlocked(rank)
+            raise CacheError("the cache lost chunks between their lookup and their retrieval: try again")
+        return prepared
+
+    async def commit_retrieve(self, rank: int) -> None:
+        """Say that the chunks of `rank` have been read: it unlocks them."""
+        key, client = self._prepared[rank]
+        timeout = max(self._errand.remaining, CLEAN_UP)
+        await self._transport.call(COMMIT_RETRIEVE, key, client.instance_id, timeout=timeout, lane=self._lane)
+        self._unlocked(rank)
+
+    async def prepare_store(self, rank: int, client: Client) -> StoreSlots:
+        """Reserve slots for the chunks of `rank` that the cache does not have. They must be written and committed."""
+        self._errand.check()
+        self._opened = True
+        prepared = await self._late(PREPARE_STORE, self._key(rank), client.instance_id, client=client)
+        return prepared.context
+
+    async def commit_store(self, rank: int, client: Client, data: bytes = b"") -> bool:
+        """Publish what was reserved for `rank`, or with `data` the pickled chunks in it."""
+        self._opened = True
+        timeout = max(self._errand.remaining, CLEAN_UP)
+        args = (self._key(rank), client.instance_id, data)
+        return await self._transport.call(COMMIT_STORE, *args, timeout=timeout, lane=self._lane)
+
+    def _key(self, worker_id: int | None, end: int | None = None) -> CacheKey:
+        return CacheKey(
+            model_name=self._model_name,
+            world_size=self._world_size,
+            worker_id=worker_id,
+            token_ids=self._tokens,
+            start=0,
+            end=len(self._tokens) if end is None else end,
+            request_id=self._request_id,
+            cache_salt=self._salt,
+        )
+
+    def _unlocked(self, rank: int) -> None:
+        self._locked.discard(rank)
+        self._prepared.pop(rank, None)
+
+    async def _wait(self, seconds: float, timeout: float) -> int | None:
+        hit = await self._transport.call(WAIT_PREFETCH_STATUS, self._request_id, seconds, timeout=timeout)
+        if hit is not None and not 0 <= hit * self._chunk_size <= len(self._tokens):
+            raise CacheProtocolError(f"the cache server found {hit} chunks of {len(self._tokens)} tokens")
+        return hit
+
+    async def _late(self, operation: Operation[R], *args: Any, client: Client | None = None) -> R:
+        """Call what may take locks. It is waited for longer than the user waits, so that they can be let go of."""
+        errand = self._errand
+        lane = self._lane if operation.moves_data else 0
+        call = asyncio.ensure_future(
+            self._transport.call(operation, *args, timeout=errand.remaining + LINGER, lane=lane)
+        )
+        alive: asyncio.Future[bool] | None = None
+        try:
+            await asyncio.wait([call], timeout=min(PATIENCE, errand.remaining))
+            if not call.done():
+                if client is not None and await self._forgotten(client):
+                    raise ForgottenError
+                alive = asyncio.ensure_future(self._alive())
+                await asyncio.wait([call], timeout=errand.remaining)
+            if not call.done() and alive is not None:
+                await errand.fail(silence(self._transport.url, operation, errand.timeout, alive=await alive))
+            try:
+                return await call
+            except CacheError:
+                # A transport that carries errors says so at once.
+                if not errand.abandoned and client is not None and await self._forgotten(client):
+                    raise ForgottenError from None
+                raise
+        finally:
+            call.cancel()
+            if alive is not None:
+                alive.cancel()
+
+    async def _alive(self) -> bool:
+        try:
+            await self._transport.call(NOOP, timeout=PATIENCE)
+        except CacheError:
+            return False
+        return True
+
+    async def _release(self) -> None:
+        try:
+            if self._looked_up:
+                await self._unlock()
+            if self._opened:
+                with _tolerant("end_session"):
+                    await self._transport.call(END_SESSION, self._request_id, timeout=END_TIMEOUT)
+        except CacheConnectionError as error:
+            logger.debug("nothing to clean up: %s", error)
+
+    async def _unlock(self) -> None:
+        if self._hit is None:
+            await self._settle_lookup()
+        for rank in list(self._prepared):
+            # Whether the server has prepared is not known: after a commit that is answered, the locks are gone.
+            with _tolerant("commit_retrieve"):
+                await self.commit_retrieve(rank)
+        if self._locked and self._hit != 0:
+            whole = len(self._locked) == self._world_size
+            for locked in [None] if whole else sorted(self._locked):
+                with _tolerant("free_lookup_locks"):
+                    args = (self._key(locked), self._world_size)
+                    await self._transport.call(FREE_LOOKUP_LOCKS, *args, timeout=CLEAN_UP)
+
+    async def _settle_lookup(self) -> None:
+        """Wait for the end of a lookup: the locks of one under way cannot be freed."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + LINGER
+        with _tolerant("wait_prefetch_status"):
+            while await self._wait(WAIT_SLICE, CLEAN_UP) is None and loop.time() < deadline:
+                pass
+
+
+@contextlib.contextmanager
+def _tolerant(name: str) -> Iterator[None]:
+    """Go on with cleaning up although one step of it failed; without a connection there is nothing to go on with."""
+    try:
+        yield
+    except CacheConnectionError:
+        raise
+    except CacheError as error:
+        logger.debug("%s while cleaning up: %s", name, error)
