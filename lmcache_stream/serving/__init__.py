@@ -1,0 +1,1 @@
+"""An LMCache server and a vLLM that fit together, started and stopped as one (`lmcache-stream up`)."""
