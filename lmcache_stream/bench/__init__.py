@@ -1,0 +1,1 @@
+"""Measures what editing a KV cache does: to speed and to answers."""

@@ -1,0 +1,279 @@
+"""The main job on real input: prefill, drop half of the KV, decode; and what that does to the answers."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lmcache_stream.bench.prompts import Prompt, read_prompts, shipped_prompts
+from lmcache_stream.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from lmcache_stream.batch import AsyncBatchedStream
+    from lmcache_stream.completions import CompletionsClient
+    from lmcache_stream.editors import Editor
+    from lmcache_stream.kvcache import AsyncKVCacheContext
+    from lmcache_stream.metrics import Metrics
+
+__all__ = ["Answer", "Place", "Report", "add_arguments", "embedded", "run", "run_demo", "served"]
+
+CACHE = "memory://demo"
+WIDTH = 80
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One question, answered twice from one prefill.
+
+    Args:
+        question: What was asked.
+        full: The answer with all of the prompt's KV.
+        edited: The answer with the edited KV.
+        tokens_before: Tokens of KV before the edit.
+        tokens_after: Tokens of KV after it.
+    """
+
+    question: str
+    full: str
+    edited: str
+    tokens_before: int
+    tokens_after: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the demo found: a report for each phase of the edited streams, and the answers, one a prompt."""
+
+    prefill: Metrics
+    modify: Metrics
+    decode: Metrics
+    answers: list[Answer]
+
+    def to_dict(self) -> dict[str, object]:
+        """`{"prefill": ..., "modify": ..., "decode": ..., "answers": [...]}`, ready for JSON."""
+        return {
+            "prefill": self.prefill.to_dict(),
+            "modify": self.modify.to_dict(),
+            "decode": self.decode.to_dict(),
+            "answers": [asdict(answer) for answer in self.answers],
+        }
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what `lmcache-stream demo` takes."""
+    parser.description = (
+        "Ask a small language model questions about long texts: prefill all prompts, drop half of their KV, decode.\n"
+        "Print a table for each phase, and each answer with all of the KV beside the one with what was kept.\n"
+        "The model, its engine and the KV cache run in this process, unless the addresses of a vLLM and an LMCache\n"
+        "server are given."
+    )
+    parser.epilog = (
+        'A line of FILE is {"context": TEXT, "question": TEXT}, put into the model\'s chat template, or\n'
+        '{"prompt": TEXT}, taken as it is. Both may have an "answer": words that a right answer contains.'
+    )
+    parser.add_argument(
+        "--prompts", type=Path, metavar="FILE", help="prompts as JSON lines, instead of the shipped six"
+    )
+    parser.add_argument(
+        "--keep", type=_keep, default=0.5, metavar="N", help="KV to keep: a ratio such as 0.5, or a count such as 256"
+    )
+    parser.add_argument("--editor", default="streaming-llm", metavar="NAME", help="what drops tokens (streaming-llm)")
+    parser.add_argument("--max-tokens", type=_count, default=48, metavar="N", help="tokens to decode a prompt (48)")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="also write tables and answers to this file, as JSON")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="PATH",
+        help="folder of another Hugging Face model (SmolLM2-135M); with servers, where its tokenizer lies",
+    )
+    servers = parser.add_argument_group("servers")
+    servers.add_argument("--base-url", metavar="URL", help="a running vLLM, such as http://localhost:8000")
+    servers.add_argument("--kv-url", metavar="URL", help="its LMCache server's requests, such as tcp://localhost:5555")
+    servers.add_argument("--kv-http-url", metavar="URL", help="the same server's HTTP, such as http://localhost:8080")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Run `lmcache-stream demo`: everything that can be wrong with the options is found before the work begins."""
+    prompts = read_prompts(options.prompts) if options.prompts else shipped_prompts()
+    if options.json is not None and not options.json.absolute().parent.is_dir():
+        raise UsageError(f"cannot write {options.json}: there is no such folder")
+    if options.model is not None and not options.model.is_dir():
+        raise UsageError(f"{options.model} is no folder: --model takes a folder with config.json and the weights")
+    editor = _editor(options.editor, options.keep)
+    report = asyncio.run(run_demo(_place(options), prompts, editor, options.max_tokens))
+    show(report, prompts, f"{options.editor}, keep {options.keep}")
+    if options.json is not None:
+        options.json.write_text(json.dumps(report.to_dict(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the demo runs: an engine, its cache, and the tokenizer of its model."""
+
+    engine: CompletionsClient
+    cache: AsyncKVCacheContext
+    tokenizer: Any
+
+
+@asynccontextmanager
+async def embedded(model: Path) -> AsyncIterator[Place]:
+    """Serve `model` in this process."""
+    from lmcache_stream.completions import CompletionsClient
+    from lmcache_stream.engine import EmbeddedEngine
+    from lmcache_stream.kvcache import aconnect
+
+    async with (
+        EmbeddedEngine(model, cache=CACHE) as engine,
+        aconnect(CACHE, model_name=engine.model_name) as cache,
+        CompletionsClient(engine.base_url, model=engine.model_name) as client,
+    ):
+        yield Place(client, cache, engine.tokenizer)
+
+
+@asynccontextmanager
+async def served(base_url: str, kv_url: str, kv_http_url: str, model: Path | None) -> AsyncIterator[Place]:
+    """Use a running vLLM and its LMCache server; the reading of the KV is proven first.
+
+    Raises:
+        UsageError: The model that they serve is no folder on this machine, and `model` does not name one.
+    """
+    from lmcache_stream.completions import CompletionsClient
+    from lmcache_stream.kvcache import aconnect
+
+    async with CompletionsClient(base_url) as client, aconnect(kv_url, kv_http_url, probe=client) as cache:
+        folder = model or Path(cache.model_name)
+        if not folder.is_dir():
+            raise UsageError(f"the tokenizer of {cache.model_name} is not here: --model takes the model's folder")
+        yield Place(client, cache, await asyncio.to_thread(_tokenizer, folder))
+
+
+async def run_demo(
+    place: AbstractAsyncContextManager[Place], prompts: list[Prompt], editor: Editor, max_tokens: int
+) -> Report:
+    """Prefill `prompts` at `place`, edit their KV, and decode with and without the edit.
+
+    Both answers of a prompt go on from one prefill, at temperature 0. Its first token, which the engine samples at the
+    end of the prefill, is part of both.
+    """
+    from lmcache_stream.batch import AsyncBatchedStream
+    from lmcache_stream.stream import AsyncLMCacheStream
+
+    greedy: dict[str, Any] = {"temperature": 0}
+    async with place as at:
+        _say(f"Asking {at.cache.model_name} at {at.engine.base_url}, {len(prompts)} prompts.")
+        full, edited = AsyncBatchedStream(), AsyncBatchedStream()
+        edited.extend(AsyncLMCacheStream(at.cache, at.engine, prompt.token_ids(at.tokenizer)) for prompt in prompts)
+        prefill = await edited.prefill(greedy, width=WIDTH)
+        full.extend([await stream.fork() for stream in edited])
+        modify = await edited.modify(editor, width=WIDTH)
+        decode = await edited.decode({**greedy, "max_tokens": max_tokens}, width=WIDTH)
+        await full.run_streams({**greedy, "max_tokens": max_tokens})
+        return Report(prefill, modify, decode, _answers(prompts, full, edited))
+
+
+def show(report: Report, prompts: list[Prompt], edit: str) -> None:
+    """Print the tables of the phases, then every answer with all of its KV beside the one with the edited KV."""
+    for metrics in (report.prefill, report.modify, report.decode):
+        metrics.emit()
+    console = Console(width=WIDTH, force_jupyter=False)
+    table = Table(title=Text("Answers", style="bold"), title_justify="left", box=box.ROUNDED, show_lines=True)
+    for column, ratio in (("Question", 4), ("With all of its KV", 5), (f"With {edit}", 5)):
+        table.add_column(column, ratio=ratio, overflow="fold")
+    for answer in report.answers:
+        tokens = f"\n({answer.tokens_after} of {answer.tokens_before} tokens)"
+        table.add_row(Text(answer.question), Text(answer.full), Text(answer.edited).append(tokens, style="dim"))
+    console.print(table)
+    console.print(Text("The first token of each answer comes from the prefill, before the edit."))
+    if score := _score(prompts, report.answers):
+        console.print(Text(score))
+
+
+def _answers(prompts: list[Prompt], full: AsyncBatchedStream, edited: AsyncBatchedStream) -> list[Answer]:
+    answers = []
+    for prompt, with_all, with_edit in zip(prompts, full, edited, strict=True):
+        receipt = edited.receipts[with_edit.stream_id()]
+        answers.append(
+            Answer(
+                question=prompt.question,
+                full=with_all.output_text().strip(),
+                edited=with_edit.output_text().strip(),
+                tokens_before=receipt.tokens_before,
+                tokens_after=receipt.tokens_after,
+            )
+        )
+    return answers
+
+
+def _score(prompts: list[Prompt], answers: list[Answer]) -> str | None:
+    known = [(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True) if prompt.answer is not None]
+    if not known:
+        return None
+    full = sum(bool(prompt.is_answered_by(answer.full)) for prompt, answer in known)
+    edited = sum(bool(prompt.is_answered_by(answer.edited)) for prompt, answer in known)
+    return (
+        f"Answers that contain the expected words: {full} of {len(known)} with all of the KV, {edited} with the edit."
+    )
+
+
+def _editor(name: str, keep: float | int) -> Editor:
+    from lmcache_stream import editors
+
+    return editors.get(name, keep=keep)
+
+
+def _place(options: argparse.Namespace) -> AbstractAsyncContextManager[Place]:
+    urls = (options.base_url, options.kv_url, options.kv_http_url)
+    if all(urls):
+        return served(*urls, options.model)
+    if any(urls):
+        raise UsageError("--base-url, --kv-url and --kv-http-url go together: give all three, or none")
+    return embedded(options.model or _smollm2())
+
+
+def _tokenizer(folder: Path) -> Any:
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        raise UsageError("a tokenizer needs transformers: pip install 'lmcache-stream[engine]'") from None
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def _smollm2() -> Path:
+    from lmcache_stream.engine import ensure_smollm2
+
+    _say("Looking for SmolLM2-135M-Instruct; the first time, it is fetched and converted.")
+    return ensure_smollm2()
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
+
+
+def _keep(text: str) -> float | int:
+    try:
+        keep: float | int = float(text) if "." in text else int(text)
+    except ValueError:
+        keep = 0
+    if keep <= 0 or (isinstance(keep, float) and not keep <= 1):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a ratio above 0.0 and up to 1.0 nor a count")
+    return keep
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a count of at least 1")
+    return int(text)
