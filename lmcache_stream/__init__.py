@@ -91,10 +91,10 @@ __version__ = "0.1.0"
 _ROOMS = (
     "errors",
     "types",
-    "geometry",
     "metrics",
     "progress",
     "completions",
+    "geometry",
     "rotary",
     "transfer",
     "editors",

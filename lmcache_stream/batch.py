@@ -22,7 +22,7 @@ from lmcache_stream.metrics import (
     prefill_metrics,
 )
 from lmcache_stream.progress import PhaseProgress, ProgressOption, watching
-from lmcache_stream.stream import AsyncLMCacheStream, LMCacheStream, ModifyFn, ModifyReceipt
+from lmcache_stream.stream import AsyncLMCacheStream, EditsWhileDecoding, LMCacheStream, ModifyFn, ModifyReceipt
 
 __all__ = ["AsyncBatchedStream", "LMCacheBatchedStream", "LMCacheBatchedStreamError"]
 
@@ -92,7 +92,7 @@ class AsyncBatchedStream(_Members[AsyncLMCacheStream]):
 
     Attributes:
         perf_metrics: Metrics of each stream's last request, by stream id; of the last `run_streams` only.
-        receipts: Receipt of each stream's last edit, by stream id; of the last `modify_stream` only.
+        receipts: Receipt of each stream's last edit, by stream id; of the last `modify_stream`, or `decode` with edits.
         failures: Exception of each stream that failed in the last phase, by stream id.
     """
 
@@ -194,15 +194,31 @@ class AsyncBatchedStream(_Members[AsyncLMCacheStream]):
         width: int = 80,
         stream_ids: Sequence[str] | None = None,
         *,
+        edit_every: int | None = None,
+        editor: ModifyFn | Editor | None = None,
         max_concurrency: int | None = None,
         timeout: float | None = None,
     ) -> Metrics:
         """Run every stream with `sampling_params`; arguments and errors are those of `prefill`.
 
+        Args:
+            sampling_params: The engine's.
+            fmt: What the report's `emit` writes: "terminal" or "json".
+            width: Columns of the report's table.
+            stream_ids: Streams that take part; None: all.
+            edit_every: Tokens that each stream decodes between two edits of its KV; None: no edits. A stream that is
+                done takes no part in later rounds; at most 4 streams edit at once (see `AsyncLMCacheStream.generate`).
+            editor: What edits.
+            max_concurrency: Streams at once, instead of the batch's own bound.
+            timeout: Seconds for each stream.
+
         Returns:
             The report: `num_streams`, `duration` (s), `output_tokens`, `output_tput` (tokens/s), TTFT, TPOT, ITL (s).
         """
-        return await self._report_requests("decode", sampling_params, fmt, width, stream_ids, max_concurrency, timeout)
+        edits = EditsWhileDecoding.checked(edit_every, editor, asyncio.Semaphore(_MODIFY_CONCURRENCY))
+        return await self._report_requests(
+            "decode", sampling_params, fmt, width, stream_ids, max_concurrency, timeout, edits
+        )
 
     async def run_streams(
         self,
@@ -276,11 +292,15 @@ class AsyncBatchedStream(_Members[AsyncLMCacheStream]):
         stream_ids: Sequence[str] | None,
         max_concurrency: int | None,
         timeout: float | None,
+        edits: EditsWhileDecoding | None = None,
     ) -> Metrics:
         check_format(fmt, width)
         _check_params(sampling_params)
         selected = self._select(stream_ids)
-        duration = await self._generate(mode, sampling_params, selected, max_concurrency, timeout)
+        duration = await self._generate(mode, sampling_params, selected, max_concurrency, timeout, edits)
+        if edits is not None:
+            receipts = {stream_id: stream.last_receipt for stream_id, stream in selected.items()}
+            self.receipts = {stream_id: receipt for stream_id, receipt in receipts.items() if receipt is not None}
         report = self.get_perf_metrics(duration, fmt, width, mode, list(selected))
         self._raise_failures(mode, report)
         return report
@@ -292,11 +312,12 @@ class AsyncBatchedStream(_Members[AsyncLMCacheStream]):
         selected: Mapping[str, AsyncLMCacheStream],
         max_concurrency: int | None,
         timeout: float | None,
+        edits: EditsWhileDecoding | None = None,
     ) -> float:
         duration, self.perf_metrics = await self._run_phase(
             phase,
             selected,
-            lambda stream: stream.generate(sampling_params, timeout=timeout),
+            lambda stream: stream._generate(sampling_params, (), edits, timeout),
             max_concurrency or self._max_concurrency,
         )
         return duration
@@ -468,6 +489,8 @@ class LMCacheBatchedStream(_Members[LMCacheStream]):
         width: int = 80,
         stream_ids: Sequence[str] | None = None,
         *,
+        edit_every: int | None = None,
+        editor: ModifyFn | Editor | None = None,
         max_concurrency: int | None = None,
         timeout: float | None = None,
     ) -> Metrics:
@@ -478,6 +501,8 @@ class LMCacheBatchedStream(_Members[LMCacheStream]):
             fmt,
             width,
             stream_ids,
+            edit_every=edit_every,
+            editor=editor,
             max_concurrency=max_concurrency,
             timeout=timeout,
         )

@@ -10,14 +10,16 @@ import hashlib
 import secrets
 import time
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from lmcache_stream.errors import UsageError
 from lmcache_stream.metrics import StreamPerfMetrics
 from lmcache_stream.types import Completion, TokenEvent
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
+
+    import torch
 
 MAX_SALT_LENGTH: Final = 128
 _NONCE_BYTES: Final = 12
@@ -54,6 +56,36 @@ def check_token_ids(tokens: Iterable[int], what: str) -> list[int]:
     return ids
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModifyReceipt:
+    """What one edit of a stream's KV did.
+
+    Args:
+        tokens_before: Tokens of the KV that the editor was given.
+        tokens_after: Tokens of the KV that it returned.
+        kept_positions: Positions, before the edit, of the tokens kept, int64 `[T']`, `[L, T']` or `[L, H, T']`; None
+            where the editor does not say.
+        asked: The budget that the editor was asked for, a ratio or a token count; None where there is none.
+        chunks_stored: Whole chunks that the cache took.
+        recomputed: Tokens of the edit after the last whole chunk: the engine computes their KV from their ids.
+        bytes_moved: Bytes of KV read from the cache and written to it.
+        seconds: Time in each step: `wait` for coverage, `retrieve`, `edit`, `store`.
+        salt: The `cache_salt` under which the edit lies.
+        stored: False when `fn` returned None: nothing was stored and the stream is unchanged.
+    """
+
+    tokens_before: int
+    tokens_after: int
+    kept_positions: torch.Tensor | None = field(default=None, compare=False)
+    asked: float | int | None = None
+    chunks_stored: int = 0
+    recomputed: int = 0
+    bytes_moved: int = 0
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    salt: str = ""
+    stored: bool = True
+
+
 @dataclass(slots=True)
 class StreamState:
     """A stream between two operations.
@@ -79,6 +111,7 @@ class StreamState:
     done: bool = False
     finish_reason: str | None = None
     last_metrics: StreamPerfMetrics | None = None
+    last_receipt: ModifyReceipt | None = None
 
     def copy(self) -> StreamState:
         """An independent copy."""
@@ -114,10 +147,18 @@ class Request:
         state: The stream's.
         suffix: The caller's suffix tokens.
         max_tokens: As asked for; None if not.
+        earlier: Requests of the same call before this one.
     """
 
-    def __init__(self, state: StreamState, suffix: Sequence[int], max_tokens: int | None) -> None:
+    def __init__(
+        self,
+        state: StreamState,
+        suffix: Sequence[int],
+        max_tokens: int | None,
+        earlier: Sequence[Request] = (),
+    ) -> None:
         self._state = state
+        self._earlier = tuple(earlier)
         self._max_tokens = max_tokens
         self.ids = [*state.tokens, *state.suffix, *suffix]
         self.start = time.perf_counter()
@@ -192,13 +233,19 @@ class Request:
             return 0
         return max(0, min(stored, len(self.ids) - 1) - cached)
 
+    def failure(self) -> dict[str, Any]:
+        """What an error has to say about the call: `arrived` and `suffix_consumed`."""
+        earlier = sum(request.arrived for request in self._earlier)
+        return {"arrived": earlier + self.arrived, "suffix_consumed": self.consumed or bool(self._earlier)}
+
     def metrics(self, *, shortfall: int = 0) -> StreamPerfMetrics:
-        """What the request took, up to now."""
+        """What the call took, up to now: this request and those before it, with all that lay between."""
+        requests = (*self._earlier, self)
         return StreamPerfMetrics.from_times(
-            start=self.start,
+            start=requests[0].start,
             end=time.perf_counter(),
-            times=self.times,
-            input_tokens=len(self.ids),
+            times=[arrival for request in requests for arrival in request.times],
+            input_tokens=len(requests[0].ids),
             cached_tokens=self.cached_tokens,
             edit_shortfall=shortfall,
         )

@@ -11,7 +11,7 @@ import time
 import uuid
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, Self, TypeVar
 
@@ -30,9 +30,10 @@ from lmcache_stream.errors import (
     StreamTimeout,
     UsageError,
 )
+from lmcache_stream.face import StreamFace
 from lmcache_stream.kvcache.context import AsyncKVCacheContext, KVCacheContext, StoreOutcome
 from lmcache_stream.metrics import StreamPerfMetrics
-from lmcache_stream.state import Request, StreamState, check_token_ids, fresh_salt, whole_chunks
+from lmcache_stream.state import ModifyReceipt, Request, StreamState, check_token_ids, fresh_salt, whole_chunks
 from lmcache_stream.types import AsyncPostCompletion, CacheKind, PostCompletion, TokenEvent
 
 __all__ = [
@@ -58,107 +59,11 @@ ModifyFn = Callable[[torch.Tensor, list[int]], Any]
 """`fn(kv [2, L, T, D], tokens) -> (new_kv [2, L, T', D], new_tokens)`, sync or async; None: nothing to store."""
 
 _RELEASE_TIMEOUT: Final = 10.0
+_COVERAGE_TIMEOUT: Final = 30.0
+_POLL_INTERVAL: Final = 0.2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModifyReceipt:
-    """What one edit of a stream's KV did.
-
-    Args:
-        tokens_before: Tokens of the KV that the editor was given.
-        tokens_after: Tokens of the KV that it returned.
-        kept_positions: Positions, before the edit, of the tokens kept, int64 `[T']`, `[L, T']` or `[L, H, T']`; None
-            where the editor does not say.
-        asked: The budget that the editor was asked for, a ratio or a token count; None where there is none.
-        chunks_stored: Whole chunks that the cache took.
-        recomputed: Tokens of the edit after the last whole chunk: the engine computes their KV from their ids.
-        bytes_moved: Bytes of KV read from the cache and written to it.
-        seconds: Time in each step: `wait` for coverage, `retrieve`, `edit`, `store`.
-        salt: The `cache_salt` under which the edit lies.
-        stored: False when `fn` returned None: nothing was stored and the stream is unchanged.
-    """
-
-    tokens_before: int
-    tokens_after: int
-    kept_positions: torch.Tensor | None = field(default=None, compare=False)
-    asked: float | int | None = None
-    chunks_stored: int = 0
-    recomputed: int = 0
-    bytes_moved: int = 0
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    salt: str = ""
-    stored: bool = True
-
-
-class _StreamFace:
-    """What both faces answer from the stream's state alone."""
-
-    _state: StreamState
-    _stream_id: str
-    _post_completion: PostCompletion | AsyncPostCompletion
-
-    def stream_id(self) -> str:
-        """The stream's unique id."""
-        return self._stream_id
-
-    def suffix_tokens(self) -> list[int]:
-        """Tokens that have no stored KV and go in front of the next request's own suffix; a copy."""
-        return self._state.suffix.copy()
-
-    def decoded_tokens(self) -> int:
-        """How many tokens were generated so far, over all requests."""
-        return self._state.decoded
-
-    def output_text(self) -> str:
-        """The text generated so far, over all requests."""
-        return "".join(self._state.text_parts)
-
-    def output_tokens(self) -> list[int]:
-        """The ids of the tokens generated so far, over all requests, and only those; a copy."""
-        return self._state.generated.copy()
-
-    def is_done(self) -> bool:
-        """Whether the last request ended by itself (EOS, a stop string), not by its length."""
-        return self._state.done
-
-    def finish_reason(self) -> str | None:
-        """Why the last request ended, as the engine says ("stop", "length", ...); None if it does not say."""
-        return self._state.finish_reason
-
-    @property
-    def tokens(self) -> list[int]:
-        """Sequence that backs the stored KV; the next request sends it, then the suffix. A copy."""
-        return self._state.tokens.copy()
-
-    @property
-    def done(self) -> bool:
-        """The same as `is_done()`."""
-        return self._state.done
-
-    @property
-    def cache_salt(self) -> str:
-        """The `cache_salt` of the next request: the caller's, or that of the last edit."""
-        return self._state.salt
-
-    @property
-    def post_completion(self) -> PostCompletion | AsyncPostCompletion:
-        """What calls the engine."""
-        return self._post_completion
-
-    @property
-    def last_metrics(self) -> StreamPerfMetrics | None:
-        """Metrics of the last request, also of one that was left early or failed; None before the first."""
-        return self._state.last_metrics
-
-    def __repr__(self) -> str:
-        state = self._state
-        return (
-            f"{type(self).__name__}({self._stream_id}, tokens={len(state.tokens)}, suffix={len(state.suffix)}, "
-            f"decoded={state.decoded}, done={state.done})"
-        )
-
-
-class AsyncLMCacheStream(_StreamFace):
+class AsyncLMCacheStream(StreamFace):
     """One logical request that spans several passes of an engine over KV that the caller edits.
 
     One operation at a time: a second one while the first runs is a `UsageError`. A failure before the first token
@@ -217,17 +122,30 @@ class AsyncLMCacheStream(_StreamFace):
         return self._ctx
 
     async def generate(
-        self, sampling_params: Mapping[str, Any], suffix_tokens: Sequence[int] = (), *, timeout: float | None = None
+        self,
+        sampling_params: Mapping[str, Any],
+        suffix_tokens: Sequence[int] = (),
+        *,
+        edit_every: int | None = None,
+        editor: ModifyFn | Editor | None = None,
+        timeout: float | None = None,
     ) -> StreamPerfMetrics:
         """Run one pass of the engine to its end: send `tokens`, the pending suffix and `suffix_tokens`, and decode.
+
+        With `edit_every`, edit while decoding: after that many tokens they are sent again as part of the prompt, so
+        that the engine offloads them, their KV is edited with the rest, and decoding goes on, until `max_tokens` or
+        the engine's own end. An editor with a token count as its budget bounds the KV of a long answer. A `seed` begins
+        anew with each pass, and a stop string that two passes share is not seen.
 
         Args:
             sampling_params: The engine's, as JSON values; `max_tokens` 1 is a prefill.
             suffix_tokens: Ids to append to the prompt.
-            timeout: Seconds for the whole pass; None: no limit of its own.
+            edit_every: Tokens between two edits; None: no edits.
+            editor: What edits, as for `modify_kv`.
+            timeout: Seconds for the whole pass, edits included; None: no limit of its own.
 
         Returns:
-            The pass's metrics; times in seconds.
+            The pass's metrics; times in seconds. With edits, gaps between tokens include them.
 
         Raises:
             LMCacheStreamError: The engine or the cache failed (`arrived`, `suffix_consumed`).
@@ -235,17 +153,32 @@ class AsyncLMCacheStream(_StreamFace):
             StreamTimeout: It did not end in time.
             UsageError: Arguments that cannot be right, or an operation under way.
         """
+        edits = EditsWhileDecoding.checked(edit_every, editor)
+        return await self._generate(sampling_params, suffix_tokens, edits, timeout)
+
+    async def _generate(
+        self,
+        sampling_params: Mapping[str, Any],
+        suffix_tokens: Sequence[int],
+        edits: EditsWhileDecoding | None,
+        timeout: float | None,
+    ) -> StreamPerfMetrics:
         async with self._exclusive("generate"):
-            request = self._request(sampling_params, suffix_tokens)
-            async with aclosing(self._exchange(request, sampling_params, timeout)) as batches:
-                async for batch in batches:
+            async with aclosing(self._passes(sampling_params, suffix_tokens, edits, timeout)) as passes:
+                async for request, batch in passes:
                     for item in batch:
                         request.record(item)
             assert self._state.last_metrics is not None
             return self._state.last_metrics
 
     def events(
-        self, sampling_params: Mapping[str, Any], suffix_tokens: Sequence[int] = (), *, timeout: float | None = None
+        self,
+        sampling_params: Mapping[str, Any],
+        suffix_tokens: Sequence[int] = (),
+        *,
+        edit_every: int | None = None,
+        editor: ModifyFn | Editor | None = None,
+        timeout: float | None = None,
     ) -> AsyncGenerator[TokenEvent, None]:
         """Run one pass of the engine, token by token: `async for event in stream.events(...)`.
 
@@ -254,7 +187,8 @@ class AsyncLMCacheStream(_StreamFace):
         `generate`.
         """
         holder: list[weakref.ref[AsyncGenerator[TokenEvent, None]]] = []
-        events = self._events(sampling_params, suffix_tokens, timeout, holder)
+        edits = EditsWhileDecoding.checked(edit_every, editor)
+        events = self._events(sampling_params, suffix_tokens, edits, timeout, holder)
         holder.append(weakref.ref(events))
         return events
 
@@ -262,14 +196,14 @@ class AsyncLMCacheStream(_StreamFace):
         self,
         sampling_params: Mapping[str, Any],
         suffix_tokens: Sequence[int],
+        edits: EditsWhileDecoding | None,
         timeout: float | None,
         holder: list[weakref.ref[AsyncGenerator[TokenEvent, None]]],
     ) -> AsyncGenerator[TokenEvent, None]:
         async with self._exclusive("events"):
             self._open_events = holder[0]
-            request = self._request(sampling_params, suffix_tokens)
-            async with aclosing(self._exchange(request, sampling_params, timeout)) as batches:
-                async for batch in batches:
+            async with aclosing(self._passes(sampling_params, suffix_tokens, edits, timeout)) as passes:
+                async for request, batch in passes:
                     for item in batch:
                         request.record(item)
                         if isinstance(item, TokenEvent):
@@ -353,37 +287,7 @@ class AsyncLMCacheStream(_StreamFace):
             Exception: Whatever `fn` raises, unchanged. Nothing changed.
         """
         async with self._exclusive("modify_kv"):
-            seconds: dict[str, float] = {}
-            kv = await self._retrieve(timeout, poll_interval, allow_partial, decode_saved, seconds)
-            shape, dtype, nbytes = kv.shape, kv.dtype, kv.nbytes
-            covered = shape[2]
-            prefix, tail = self._state.tokens[:covered], self._state.tokens[covered:]
-            with _timed(seconds, "edit"):
-                edit = await self._edit(fn, kv, prefix)
-            del kv
-            if edit is None:
-                return ModifyReceipt(
-                    tokens_before=covered,
-                    tokens_after=covered,
-                    bytes_moved=nbytes,
-                    seconds=seconds,
-                    salt=self._state.salt,
-                    stored=False,
-                )
-            ids = self._check_pair(edit.kv, edit.tokens, like=(shape, dtype))
-            with _timed(seconds, "store"):
-                stored = await self._store(edit.kv, ids, tail=tail, timeout=None)
-            return ModifyReceipt(
-                tokens_before=covered,
-                tokens_after=len(ids),
-                kept_positions=edit.kept_positions,
-                asked=edit.asked,
-                chunks_stored=stored // self._ctx.chunk_size,
-                recomputed=len(ids) - stored,
-                bytes_moved=nbytes + (edit.kv.nbytes // len(ids) * stored if ids else 0),
-                seconds=seconds,
-                salt=self._state.salt,
-            )
+            return await self._modify(fn, timeout, poll_interval, allow_partial, decode_saved)
 
     async def fork(self, *, timeout: float | None = None) -> Self:
         """A second stream that goes on from here on its own: one prefill, several edits.
@@ -426,19 +330,89 @@ class AsyncLMCacheStream(_StreamFace):
             self._open_events = None
             self._idle.set()
 
-    def _request(self, sampling_params: Mapping[str, Any], suffix_tokens: Sequence[int]) -> Request:
-        if not isinstance(sampling_params, Mapping):
-            raise UsageError(f"sampling_params must be a mapping, not {type(sampling_params).__name__}")
-        max_tokens = sampling_params.get("max_tokens")
-        if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 1):
-            raise UsageError(f"max_tokens must be an int of at least 1, not {max_tokens!r}")
-        return Request(self._state, check_token_ids(suffix_tokens, "suffix_tokens"), max_tokens)
+    async def _passes(
+        self,
+        sampling_params: Mapping[str, Any],
+        suffix_tokens: Sequence[int],
+        edits: EditsWhileDecoding | None,
+        timeout: float | None,
+    ) -> AsyncGenerator[tuple[Request, Items], None]:
+        """The requests of one call, with what each brings, for the consumer to record."""
+        max_tokens = _max_tokens(sampling_params)
+        suffix = check_token_ids(suffix_tokens, "suffix_tokens")
+        loop = asyncio.get_running_loop()
+        deadline = None if timeout is None else loop.time() + timeout
+        requests: list[Request] = []
+        for size, edit_after in _plan(max_tokens, edits):
+            params = dict(sampling_params) if size is None else {**sampling_params, "max_tokens": size}
+            request = Request(self._state, suffix, size or max_tokens, requests)
+            requests.append(request)
+            suffix = []
+            async with aclosing(self._exchange(request, params, deadline)) as batches:
+                async for batch in batches:
+                    yield request, batch
+            if self._state.done:
+                return
+            if edit_after and edits is not None and self._state.expected >= self._ctx.chunk_size:
+                await self._edit_midway(edits, request, None if deadline is None else deadline - loop.time())
+
+    async def _edit_midway(self, edits: EditsWhileDecoding, request: Request, remaining: float | None) -> None:
+        wait = _COVERAGE_TIMEOUT if remaining is None else max(0.0, min(_COVERAGE_TIMEOUT, remaining))
+        try:
+            async with edits.slots:
+                await self._modify(edits.editor, wait, _POLL_INTERVAL, False, False)
+        except LMCacheStreamError as error:
+            error.arrived, error.suffix_consumed = request.failure().values()
+            raise
+
+    async def _modify(
+        self,
+        fn: ModifyFn | Editor,
+        timeout: float,
+        poll_interval: float,
+        allow_partial: bool,
+        decode_saved: bool,
+    ) -> ModifyReceipt:
+        seconds: dict[str, float] = {}
+        kv = await self._retrieve(timeout, poll_interval, allow_partial, decode_saved, seconds)
+        shape, dtype, nbytes = kv.shape, kv.dtype, kv.nbytes
+        covered = shape[2]
+        prefix, tail = self._state.tokens[:covered], self._state.tokens[covered:]
+        with _timed(seconds, "edit"):
+            edit = await self._edit(fn, kv, prefix)
+        del kv
+        if edit is None:
+            receipt = ModifyReceipt(
+                tokens_before=covered,
+                tokens_after=covered,
+                bytes_moved=nbytes,
+                seconds=seconds,
+                salt=self._state.salt,
+                stored=False,
+            )
+            self._state.last_receipt = receipt
+            return receipt
+        ids = self._check_pair(edit.kv, edit.tokens, like=(shape, dtype))
+        with _timed(seconds, "store"):
+            stored = await self._store(edit.kv, ids, tail=tail, timeout=None)
+        receipt = ModifyReceipt(
+            tokens_before=covered,
+            tokens_after=len(ids),
+            kept_positions=edit.kept_positions,
+            asked=edit.asked,
+            chunks_stored=stored // self._ctx.chunk_size,
+            recomputed=len(ids) - stored,
+            bytes_moved=nbytes + (edit.kv.nbytes // len(ids) * stored if ids else 0),
+            seconds=seconds,
+            salt=self._state.salt,
+        )
+        self._state.last_receipt = receipt
+        return receipt
 
     async def _exchange(
-        self, request: Request, sampling_params: Mapping[str, Any], timeout: float | None
+        self, request: Request, sampling_params: dict[str, Any], deadline: float | None
     ) -> AsyncGenerator[Items, None]:
         """One request to the engine. The consumer records what it is given; this decides how the request ended."""
-        deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
         stored = self._state.stored
         salt = self._state.salt
         try:
@@ -447,7 +421,7 @@ class AsyncLMCacheStream(_StreamFace):
             request.start = time.perf_counter()
             shortfall = 0
             try:
-                batches = event_batches(self._post_completion, request.ids.copy(), dict(sampling_params), salt)
+                batches = event_batches(self._post_completion, request.ids.copy(), sampling_params, salt)
                 async with aclosing(batches):
                     while (batch := await _next(batches, deadline)) is not None:
                         yield batch
@@ -459,9 +433,7 @@ class AsyncLMCacheStream(_StreamFace):
             if deadline is None or asyncio.get_running_loop().time() < deadline:
                 raise self._failed(request, error) from error
             raise StreamTimeout(
-                f"stream {self._stream_id}: no end within {timeout:g} s, {request.arrived} tokens arrived",
-                arrived=request.arrived,
-                suffix_consumed=request.consumed,
+                f"stream {self._stream_id}: no end in time, {request.arrived} tokens arrived", **request.failure()
             ) from error
         except (LMCacheStreamError, UsageError):
             raise
@@ -471,8 +443,7 @@ class AsyncLMCacheStream(_StreamFace):
             raise LMCacheStreamError(
                 f"stream {self._stream_id}: the engine ended the request with finish reason "
                 f"{self._state.finish_reason!r} after {request.arrived} tokens",
-                arrived=request.arrived,
-                suffix_consumed=True,
+                **request.failure(),
             )
         if stored and request.cached_tokens is None and request.completion and request.completion.usage:
             _warn_unverifiable()
@@ -483,15 +454,13 @@ class AsyncLMCacheStream(_StreamFace):
                 "so this output does not come from the edit",
                 stored=stored,
                 used=request.cached_tokens or 0,
-                arrived=request.arrived,
-                suffix_consumed=True,
+                **request.failure(),
             )
 
     def _failed(self, request: Request, error: BaseException) -> LMCacheStreamError:
         return LMCacheStreamError(
             f"stream {self._stream_id}: the engine failed after {request.arrived} tokens: {str(error) or repr(error)}",
-            arrived=request.arrived,
-            suffix_consumed=request.consumed,
+            **request.failure(),
         )
 
     async def _require_edit(self, stored: int) -> None:
@@ -565,7 +534,8 @@ class AsyncLMCacheStream(_StreamFace):
                 chunk_size=self._ctx.chunk_size,
                 queries=queries,
             )
-            return await self._ctx.executor.run(fn.edit, given)
+            edit = await self._ctx.executor.run(fn.edit, given)
+            return None if edit.kv is kv and edit.tokens == given.tokens else edit
         result = await call(fn, kv, tokens.copy())
         if result is None:
             return None
@@ -623,7 +593,7 @@ class AsyncLMCacheStream(_StreamFace):
             raise LMCacheStreamError(f"stream {self._stream_id}: {doing}: {error}") from error
 
 
-class LMCacheStream(_StreamFace):
+class LMCacheStream(StreamFace):
     """The synchronous face of `AsyncLMCacheStream`: the same arguments, methods and errors, without `await`.
 
     It works in a script, in a thread, and in a notebook whose kernel already runs an event loop. Ctrl-C cancels the
@@ -685,16 +655,39 @@ class LMCacheStream(_StreamFace):
         return self._ctx
 
     def generate(
-        self, sampling_params: Mapping[str, Any], suffix_tokens: Sequence[int] = (), *, timeout: float | None = None
+        self,
+        sampling_params: Mapping[str, Any],
+        suffix_tokens: Sequence[int] = (),
+        *,
+        edit_every: int | None = None,
+        editor: ModifyFn | Editor | None = None,
+        timeout: float | None = None,
     ) -> StreamPerfMetrics:
         """Run one pass of the engine to its end; see `AsyncLMCacheStream.generate`."""
-        return portal.run(self._async_stream.generate, sampling_params, suffix_tokens, timeout=timeout)
+        return portal.run(
+            self._async_stream.generate,
+            sampling_params,
+            suffix_tokens,
+            edit_every=edit_every,
+            editor=editor,
+            timeout=timeout,
+        )
 
     def events(
-        self, sampling_params: Mapping[str, Any], suffix_tokens: Sequence[int] = (), *, timeout: float | None = None
+        self,
+        sampling_params: Mapping[str, Any],
+        suffix_tokens: Sequence[int] = (),
+        *,
+        edit_every: int | None = None,
+        editor: ModifyFn | Editor | None = None,
+        timeout: float | None = None,
     ) -> Iterator[TokenEvent]:
         """Run one pass of the engine, token by token; see `AsyncLMCacheStream.events`."""
-        return portal.iterate(lambda: self._async_stream.events(sampling_params, suffix_tokens, timeout=timeout))
+        return portal.iterate(
+            lambda: self._async_stream.events(
+                sampling_params, suffix_tokens, edit_every=edit_every, editor=editor, timeout=timeout
+            )
+        )
 
     def retrieve_kv(
         self,
@@ -769,6 +762,65 @@ def get(stream: LMCacheStream, timeout: float = 30, poll_interval: float = 0.2) 
 def update(stream: LMCacheStream, kv: torch.Tensor, tokens: Sequence[int]) -> None:
     """The same as `stream.update_kv(kv, tokens)`, `kv` `[2, L, T, D]`."""
     stream.update_kv(kv, tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class EditsWhileDecoding:
+    """Edits between the passes of one call.
+
+    Args:
+        every: Tokens between two edits.
+        editor: What edits.
+        slots: Bounds how many streams edit at once.
+    """
+
+    every: int
+    editor: ModifyFn | Editor
+    slots: AbstractAsyncContextManager[object] = field(default_factory=nullcontext)
+
+    @classmethod
+    def checked(
+        cls,
+        edit_every: int | None,
+        editor: ModifyFn | Editor | None,
+        slots: AbstractAsyncContextManager[object] | None = None,
+    ) -> EditsWhileDecoding | None:
+        """The edits that a caller asks for; None for none."""
+        if edit_every is None and editor is None:
+            return None
+        if edit_every is None or editor is None:
+            raise UsageError("edit_every and editor go together: give both, or none")
+        if type(edit_every) is not int or edit_every < 1:
+            raise UsageError(f"edit_every must be a number of tokens of at least 1, not {edit_every!r}")
+        return cls(edit_every, editor, slots or nullcontext())
+
+
+def _plan(max_tokens: int | None, edits: EditsWhileDecoding | None) -> Iterator[tuple[int | None, bool]]:
+    """`max_tokens` of each pass (None: as the caller says), and whether an edit comes after it.
+
+    The last token before an edit is a pass of its own: its prompt holds the tokens before it, so that the engine
+    offloads them.
+    """
+    if edits is None:
+        yield None, False
+        return
+    if max_tokens is None:
+        raise UsageError("edit_every needs max_tokens: the tokens to decode in all")
+    while max_tokens > edits.every:
+        if edits.every > 1:
+            yield edits.every - 1, False
+        yield 1, True
+        max_tokens -= edits.every
+    yield max_tokens, False
+
+
+def _max_tokens(sampling_params: Any) -> int | None:
+    if not isinstance(sampling_params, Mapping):
+        raise UsageError(f"sampling_params must be a mapping, not {type(sampling_params).__name__}")
+    max_tokens: int | None = sampling_params.get("max_tokens")
+    if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
+        raise UsageError(f"max_tokens must be an int of at least 1, not {max_tokens!r}")
+    return max_tokens
 
 
 async def _next(batches: AsyncGenerator[Items, None], deadline: float | None) -> Items | None:

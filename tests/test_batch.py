@@ -250,6 +250,27 @@ async def test_phases_are_bounded_as_documented(ctx: AsyncKVCacheContext, cache:
         await batch.prefill(PREFILL, max_concurrency=-1)
 
 
+async def test_decoding_with_edits_edits_every_stream_but_few_at_once(
+    ctx: AsyncKVCacheContext, cache: EmbeddedCache
+) -> None:
+    gauge = Gauge()
+    gauge.wait_for = 4
+
+    async def gauged_half(kv: torch.Tensor, tokens: list[int]) -> tuple[torch.Tensor, list[int]]:
+        async with gauge:
+            await gauge.all_in.wait()
+            return half(kv, tokens)
+
+    batch = AsyncBatchedStream(progress=False)
+    ids = fill(batch, ctx, AsyncCountingEngine(cache), 9)
+    report = await batch.decode({"max_tokens": 10}, edit_every=4, editor=gauged_half)
+    assert gauge.most == 4
+    assert section(report, "results")["output_tokens"] == 90
+    assert set(batch.receipts) == set(ids)
+    with pytest.raises(UsageError, match="edit_every"):
+        await batch.decode({"max_tokens": 10}, edit_every=4)
+
+
 async def test_cancelling_a_phase_cancels_every_stream(ctx: AsyncKVCacheContext, cache: EmbeddedCache) -> None:
     started, ended = 0, 0
     all_started = asyncio.Event()

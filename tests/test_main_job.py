@@ -120,6 +120,23 @@ async def test_a_second_edit_builds_on_the_first(stack: Stack) -> None:
     assert (await stream.generate(DECODE)).cached_tokens == 48
 
 
+async def test_editing_while_decoding_equals_the_same_passes_and_edits_by_hand(stack: Stack) -> None:
+    (prompt,) = prompts(1, 100)
+    editor = StreamingLLM(keep=64, sinks=4)
+    stream, by_hand = stack.stream(prompt), stack.stream(prompt)
+    metrics = await stream.generate({**DECODE, "max_tokens": 48}, edit_every=20, editor=editor)
+    for size in (19, 1, 0, 19, 1, 0, 8):
+        if size:
+            await by_hand.generate({**DECODE, "max_tokens": size})
+        else:
+            assert (await by_hand.modify_kv(editor)).tokens_after == 64
+    assert stream.output_tokens() == by_hand.output_tokens()
+    assert metrics.output_tokens == 48
+    assert metrics.cached_tokens is not None
+    assert metrics.cached_tokens >= 64
+    assert stream.output_tokens() != greedy(stack.engine.model, None, prompt, 48)
+
+
 async def test_a_batch_gives_each_stream_what_it_gets_alone(stack: Stack) -> None:
     batch = AsyncBatchedStream(progress=False)
     batch.extend(stack.stream(prompt) for prompt in prompts(6, 100))

@@ -656,6 +656,111 @@ async def test_times_come_from_the_engine_client_where_it_gives_them(one: Setup)
     assert metrics.tpot == pytest.approx([0.5, 0.5])
 
 
+# Editing while decoding
+
+
+@pytest.mark.parametrize(("every", "max_tokens"), [(1, 3), (4, 4), (4, 5), (4, 9), (5, 12), (20, 8)])
+async def test_editing_while_decoding_is_passes_and_edits_in_turn(setup: Setup, every: int, max_tokens: int) -> None:
+    stream, by_hand = setup.stream(18), setup.stream(18)
+    metrics = await stream.generate({"max_tokens": max_tokens}, [70], edit_every=every, editor=drop_every_other)
+    sent, setup.engine.sent, setup.engine.next_id = setup.engine.sent, [], 1000
+
+    left, suffix = max_tokens, [70]
+    while left > every:
+        for size in (every - 1, 1):
+            if size:
+                await by_hand.generate({"max_tokens": size}, suffix)
+                suffix = []
+        await by_hand.modify_kv(drop_every_other)
+        left -= every
+    await by_hand.generate({"max_tokens": left}, suffix)
+
+    assert [(ids, params) for ids, params, _ in sent] == [(ids, params) for ids, params, _ in setup.engine.sent]
+    assert stream.output_tokens() == by_hand.output_tokens() == list(range(1000, 1000 + max_tokens))
+    assert stream.tokens == by_hand.tokens
+    assert metrics.output_tokens == max_tokens
+    assert metrics.input_tokens == 19
+    assert len(metrics.tpot) == max_tokens - 1
+    assert (stream.last_receipt is None) is (max_tokens <= every)
+
+
+async def test_a_token_budget_bounds_a_long_answer(one: Setup) -> None:
+    def newest_eight(kv: torch.Tensor, tokens: list[int]) -> tuple[torch.Tensor, list[int]]:
+        return kv[:, :, -8:], tokens[-8:]
+
+    stream = one.stream(18)
+    handed_out = [
+        event.token_id async for event in stream.events({"max_tokens": 40}, edit_every=4, editor=newest_eight)
+    ]
+    assert handed_out == list(range(1000, 1040))
+    assert max(len(ids) for ids, _, _ in one.engine.sent[4:]) <= 8 + 4 + 4
+    assert stream.output_text() == "".join(f"<{token}>" for token in range(1000, 1040))
+
+
+async def test_a_finished_stream_is_edited_no_more(one: Setup) -> None:
+    one.engine.finish_reason = "stop"
+    stream = one.stream(18)
+    await stream.generate({"max_tokens": 40}, edit_every=8, editor=drop_every_other)
+    assert stream.done
+    assert len(one.engine.sent) == 1
+    assert stream.last_receipt is None
+
+
+async def test_a_failure_while_editing_keeps_what_arrived(one: Setup) -> None:
+    def fail(kv: torch.Tensor, tokens: list[int]) -> Any:
+        raise ZeroDivisionError("mine")
+
+    stream = one.stream(18)
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        await stream.generate({"max_tokens": 9}, [70], edit_every=4, editor=fail)
+    assert stream.tokens == [*range(18), 70, 1000, 1001, 1002, 1003]
+
+    def evict(kv: torch.Tensor, tokens: list[int]) -> tuple[torch.Tensor, list[int]]:
+        one.engine.fail_after = 1
+        return kv, tokens
+
+    with pytest.raises(LMCacheStreamError) as caught:
+        await stream.generate({"max_tokens": 9}, edit_every=4, editor=evict)
+    assert (caught.value.arrived, caught.value.suffix_consumed) == (5, True)
+    assert stream.output_tokens() == list(range(1000, 1009))
+
+
+async def test_a_prompt_under_one_chunk_is_not_edited_before_it_fills_one(one: Setup) -> None:
+    stream = one.stream(2)
+    await stream.generate({"max_tokens": 5}, edit_every=1, editor=keep)
+    assert [ids for ids, _, _ in one.engine.sent] == [[0, 1, *range(1000, 1000 + count)] for count in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("options", "params"),
+    [
+        ({"edit_every": 4}, {"max_tokens": 8}),
+        ({"editor": keep}, {"max_tokens": 8}),
+        ({"edit_every": 0, "editor": keep}, {"max_tokens": 8}),
+        ({"edit_every": 4, "editor": keep}, {}),
+    ],
+)
+async def test_editing_while_decoding_needs_its_arguments(
+    one: Setup, options: dict[str, Any], params: dict[str, Any]
+) -> None:
+    with pytest.raises(UsageError, match="edit_every"):
+        await one.stream(18).generate(params, **options)
+    assert one.engine.sent == []
+
+
+async def test_an_editor_that_keeps_everything_stores_nothing(one: Setup) -> None:
+    class KeepAll(Editor):
+        def edit(self, x: EditInput) -> Edit:
+            return Edit(kv=x.kv, tokens=x.tokens, kept_positions=None)
+
+    stream = one.stream(18, cache_salt="mine")
+    await stream.generate(PREFILL)
+    receipt = await stream.modify_kv(KeepAll())
+    assert not receipt.stored
+    assert stream.cache_salt == "mine"
+    assert stream.last_receipt == receipt
+
+
 # The suffix contract
 
 STEPS = st.one_of(
