@@ -13,7 +13,7 @@ import torch
 
 from lmcache_stream.batch import AsyncBatchedStream, LMCacheBatchedStream
 from lmcache_stream.completions import CompletionsClient
-from lmcache_stream.editors import EditInput, Editor, Random, StreamingLLM
+from lmcache_stream.editors import EditInput, Editor, KeyDiff, Random, StreamingLLM
 from lmcache_stream.engine import EmbeddedEngine
 from lmcache_stream.errors import EditNotUsed
 from lmcache_stream.kvcache import AsyncKVCacheContext, aconnect, connect
@@ -107,6 +107,42 @@ async def test_an_edit_of_values_alone_is_decoded_from(stack: Stack) -> None:
         kv, _ = negate_values(forward_kv(stack.engine.model, prompt)[:, :, :144], [])
         assert stream.output_tokens()[1:] == greedy(stack.engine.model, kv, [*prompt[144:], *first], DECODED)
         assert stream.output_tokens() != greedy(stack.engine.model, None, prompt, DECODED + 1)
+
+
+async def test_slots_of_each_head_may_lie_in_any_order(stack: Stack) -> None:
+    """Attention ignores the order of slots; that is why layers and heads may keep tokens of their own."""
+    generator = torch.Generator().manual_seed(3)
+
+    def permute(kv: torch.Tensor, tokens: list[int]) -> tuple[torch.Tensor, list[int]]:
+        planes, layers, count, width = kv.shape
+        by_head = kv.view(planes, layers, count, -1, stack.engine.model.config.head_dim)
+        order = torch.rand(layers, count, by_head.shape[3], generator=generator).argsort(dim=1)
+        index = order[None, ..., None].expand(by_head.shape)
+        return by_head.gather(2, index).view(planes, layers, count, width), tokens
+
+    (prompt,) = prompts(1)
+    stream = await stack.prefilled(prompt)
+    plain = await stream.fork()
+    await stream.modify_kv(permute)
+    await stream.generate(DECODE)
+    await plain.generate(DECODE)
+    assert stream.output_tokens() == plain.output_tokens()
+
+
+@pytest.mark.parametrize("scope", ["layer", "head"])
+async def test_layers_and_heads_may_keep_tokens_of_their_own(stack: Stack, scope: Any) -> None:
+    editor = KeyDiff(keep=0.5, scope=scope)
+    (prompt,) = prompts(1)
+    stream = await stack.prefilled(prompt)
+    receipt = await stream.modify_kv(editor)
+    assert receipt.kept_positions is not None
+    assert receipt.kept_positions.dim() == (2 if scope == "layer" else 3)
+    kv = forward_kv(stack.engine.model, prompt)[:, :, :144]
+    geometry = stack.engine.geometry
+    edit = editor.edit(EditInput(kv=kv, tokens=tuple(prompt[:144]), geometry=geometry, chunk_size=CHUNK))
+    tail = [*prompt[144:], *stream.output_tokens()]
+    await stream.generate(DECODE)
+    assert stream.output_tokens()[1:] == greedy(stack.engine.model, edit.kv, tail, DECODED)
 
 
 async def test_a_second_edit_builds_on_the_first(stack: Stack) -> None:
