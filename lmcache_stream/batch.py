@@ -22,7 +22,8 @@ from lmcache_stream.metrics import (
     prefill_metrics,
 )
 from lmcache_stream.progress import PhaseProgress, ProgressOption, watching
-from lmcache_stream.stream import AsyncLMCacheStream, EditsWhileDecoding, LMCacheStream, ModifyFn, ModifyReceipt
+from lmcache_stream.rounds import EditsWhileDecoding, ModifyFn
+from lmcache_stream.stream import AsyncLMCacheStream, LMCacheStream, ModifyReceipt
 
 __all__ = ["AsyncBatchedStream", "LMCacheBatchedStream", "LMCacheBatchedStreamError"]
 

@@ -10,9 +10,8 @@ import logging
 import time
 import uuid
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import Any, Final, Literal, Self, TypeVar
 
 import anyio
@@ -33,6 +32,7 @@ from lmcache_stream.errors import (
 from lmcache_stream.face import StreamFace
 from lmcache_stream.kvcache.context import AsyncKVCacheContext, KVCacheContext, StoreOutcome
 from lmcache_stream.metrics import StreamPerfMetrics
+from lmcache_stream.rounds import EditsWhileDecoding, ModifyFn, plan_passes
 from lmcache_stream.state import ModifyReceipt, Request, StreamState, check_token_ids, fresh_salt, whole_chunks
 from lmcache_stream.types import AsyncPostCompletion, CacheKind, PostCompletion, TokenEvent
 
@@ -55,9 +55,6 @@ logger = logging.getLogger("lmcache_stream")
 
 T = TypeVar("T")
 OnShortfall = Literal["raise", "report"]
-ModifyFn = Callable[[torch.Tensor, list[int]], Any]
-"""`fn(kv [2, L, T, D], tokens) -> (new_kv [2, L, T', D], new_tokens)`, sync or async; None: nothing to store."""
-
 _RELEASE_TIMEOUT: Final = 10.0
 _COVERAGE_TIMEOUT: Final = 30.0
 _POLL_INTERVAL: Final = 0.2
@@ -343,7 +340,7 @@ class AsyncLMCacheStream(StreamFace):
         loop = asyncio.get_running_loop()
         deadline = None if timeout is None else loop.time() + timeout
         requests: list[Request] = []
-        for size, edit_after in _plan(max_tokens, edits):
+        for size, edit_after in plan_passes(max_tokens, edits):
             params = dict(sampling_params) if size is None else {**sampling_params, "max_tokens": size}
             request = Request(self._state, suffix, size or max_tokens, requests)
             requests.append(request)
@@ -762,56 +759,6 @@ def get(stream: LMCacheStream, timeout: float = 30, poll_interval: float = 0.2) 
 def update(stream: LMCacheStream, kv: torch.Tensor, tokens: Sequence[int]) -> None:
     """The same as `stream.update_kv(kv, tokens)`, `kv` `[2, L, T, D]`."""
     stream.update_kv(kv, tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class EditsWhileDecoding:
-    """Edits between the passes of one call.
-
-    Args:
-        every: Tokens between two edits.
-        editor: What edits.
-        slots: Bounds how many streams edit at once.
-    """
-
-    every: int
-    editor: ModifyFn | Editor
-    slots: AbstractAsyncContextManager[object] = field(default_factory=nullcontext)
-
-    @classmethod
-    def checked(
-        cls,
-        edit_every: int | None,
-        editor: ModifyFn | Editor | None,
-        slots: AbstractAsyncContextManager[object] | None = None,
-    ) -> EditsWhileDecoding | None:
-        """The edits that a caller asks for; None for none."""
-        if edit_every is None and editor is None:
-            return None
-        if edit_every is None or editor is None:
-            raise UsageError("edit_every and editor go together: give both, or none")
-        if type(edit_every) is not int or edit_every < 1:
-            raise UsageError(f"edit_every must be a number of tokens of at least 1, not {edit_every!r}")
-        return cls(edit_every, editor, slots or nullcontext())
-
-
-def _plan(max_tokens: int | None, edits: EditsWhileDecoding | None) -> Iterator[tuple[int | None, bool]]:
-    """`max_tokens` of each pass (None: as the caller says), and whether an edit comes after it.
-
-    The last token before an edit is a pass of its own: its prompt holds the tokens before it, so that the engine
-    offloads them.
-    """
-    if edits is None:
-        yield None, False
-        return
-    if max_tokens is None:
-        raise UsageError("edit_every needs max_tokens: the tokens to decode in all")
-    while max_tokens > edits.every:
-        if edits.every > 1:
-            yield edits.every - 1, False
-        yield 1, True
-        max_tokens -= edits.every
-    yield max_tokens, False
 
 
 def _max_tokens(sampling_params: Any) -> int | None:
