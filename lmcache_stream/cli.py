@@ -19,6 +19,7 @@ OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 COMMANDS = {
     "demo": ("lmcache_stream.bench.demo", "answer questions with all of the KV and with half of it, side by side"),
     "up": ("lmcache_stream.serving.up", "start an LMCache server and a vLLM that fit together"),
+    "doctor": ("lmcache_stream.serving.doctor", "check a vLLM and its LMCache server, and say what to change"),
 }
 
 

@@ -39,12 +39,13 @@ from lmcache_stream.kvcache.context import (
 )
 from lmcache_stream.kvcache.mp.codec import Codec, Latent, Split, codec_for
 from lmcache_stream.kvcache.mp.discovery import (
+    QUERY_SUFFIX,
     ModelLayout,
     ServerFacts,
     ServerState,
-    _get,
     check_server,
     discover,
+    fetch_json,
     find_model_config,
     parse_config,
     resolve_geometry,
@@ -222,7 +223,9 @@ class MPKVCacheContext(AsyncKVCacheContext):
         kind: CacheKind = CacheKind.KV,
         timeout: float | None = None,
     ) -> StoreOutcome:
-        """Store `kv` `[2, L, T, D]`; see `AsyncKVCacheContext.put`. A cancelled store is still finished where it has begun to write.
+        """Store `kv` `[2, L, T, D]`; see `AsyncKVCacheContext.put`.
+
+        A cancelled store is still finished where it has begun to write.
 
         Raises:
             GeometryError: The shape of what the cache holds is not known for sure, so nothing was stored.
@@ -815,7 +818,7 @@ def _bind(call: Callable[..., Awaitable[T]], *args: Any) -> Callable[[], Awaitab
 
 
 def _name(model_name: str, kind: CacheKind) -> str:
-    return f"{model_name}##query" if kind is CacheKind.QUERY else model_name
+    return f"{model_name}{QUERY_SUFFIX}" if kind is CacheKind.QUERY else model_name
 
 
 def _views(slots: Sequence[Slot], lease: Lease | None) -> list[Tensor]:
@@ -832,7 +835,7 @@ def _equal_bytes(a: Tensor, b: Tensor) -> bool:
 
 async def _fetch_json(url: str, *, missing_ok: bool = False) -> Any:
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=CONNECT_TIMEOUT)) as session:
-        return await _get(session, url, missing_ok=missing_ok)
+        return await fetch_json(session, url, missing_ok=missing_ok)
 
 
 async def open_context(

@@ -21,6 +21,7 @@ from lmcache_stream.geometry import KVGeometry
 from lmcache_stream.kvcache.mp.codec import format_kind
 
 __all__ = [
+    "QUERY_SUFFIX",
     "SCRATCH_PREFIX",
     "ModelLayout",
     "ServerConfig",
@@ -28,6 +29,7 @@ __all__ = [
     "ServerState",
     "check_server",
     "discover",
+    "fetch_json",
     "find_model_config",
     "parse_config",
     "parse_status",
@@ -36,6 +38,9 @@ __all__ = [
 
 # Names under which clients register; no engine serves them.
 SCRATCH_PREFIX = "lmcache-stream:"
+
+# Query tensors lie under the model's name with this after it.
+QUERY_SUFFIX = "##query"
 
 # What a caller may tell otherwise than the model's configuration does.
 _CORRECTABLE = frozenset({"rotary", "rotary_unknown", "layer_types", "num_heads"})
@@ -109,7 +114,7 @@ class ServerState:
     Args:
         healthy: The server's own verdict; None if it gives none.
         model: The asked model's registration.
-        model_names: Every name registered, in order, clients' scratch names left out.
+        model_names: Every name registered, in order, clients' scratch names and those of queries left out.
         sessions: Sessions open.
         read_locked: Chunks locked for reading.
         write_locked: Chunks reserved for writing.
@@ -195,7 +200,7 @@ def parse_status(status: Any, model_name: str | None = None, *, url: str = "/sta
     by_name: dict[str, list[Mapping[str, Any]]] = {}
     for entry in entries:
         name = entry.get("model_name")
-        if isinstance(name, str) and not name.startswith(SCRATCH_PREFIX):
+        if isinstance(name, str) and not name.startswith(SCRATCH_PREFIX) and not name.endswith(QUERY_SUFFIX):
             by_name.setdefault(name, []).append(entry)
 
     l1 = _map(_map(_map(status).get("storage_manager")).get("l1_manager"))
@@ -476,15 +481,21 @@ async def discover(http_url: str, model_name: str | None = None, *, timeout: flo
         raise UsageError(f"http_url must start with http:// or https://, not {http_url!r}")
     limit = aiohttp.ClientTimeout(total=timeout)
     async with aiohttp.ClientSession(timeout=limit) as session:
-        url, answer = f"{base}/config", await _get(session, f"{base}/config", missing_ok=True)
+        url, answer = f"{base}/config", await fetch_json(session, f"{base}/config", missing_ok=True)
         if answer is None:
-            url, answer = f"{base}/conf", await _get(session, f"{base}/conf")
+            url, answer = f"{base}/conf", await fetch_json(session, f"{base}/conf")
         config = parse_config(answer, url=url)
-        status = await _get(session, f"{base}/status")
+        status = await fetch_json(session, f"{base}/status")
     return ServerFacts(http_url=base, config=config, state=parse_status(status, model_name, url=f"{base}/status"))
 
 
-async def _get(session: aiohttp.ClientSession, url: str, *, missing_ok: bool = False) -> Any:
+async def fetch_json(session: aiohttp.ClientSession, url: str, *, missing_ok: bool = False) -> Any:
+    """The JSON at `url`; None for a 404 where `missing_ok`.
+
+    Raises:
+        CacheConnectionError: No answer, or an error as the answer; the message has the URL.
+        CacheProtocolError: The answer is no JSON.
+    """
     try:
         async with session.get(url, allow_redirects=False) as response:
             body = await response.read()

@@ -147,6 +147,7 @@ def test_a_model_that_nobody_registered_is_told_with_those_that_are() -> None:
 def test_the_only_model_needs_no_name() -> None:
     status = recorded("status-engine-driven")
     status["non_cuda_context_meta"]["7"] = {"model_name": SCRATCH_PREFIX + "x", "world_size": 1, "use_mla": True}
+    status["non_cuda_context_meta"]["6"] = {"model_name": MODEL + "##query", "world_size": 1, "use_mla": True}
     state = parse_status(status)
     assert state.model.model_name == MODEL
     assert state.model_names == (MODEL,)
