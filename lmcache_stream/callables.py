@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import functools
 import inspect
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any, Final, TypeVar
 
 import anyio
-import anyio.to_thread
 
 from lmcache_stream.errors import UsageError
 from lmcache_stream.types import AsyncPostCompletion, Completion, PostCompletion, TokenEvent
@@ -33,8 +33,33 @@ def runs_on_loop(fn: Callable[..., Any]) -> bool:
 
 
 async def in_own_thread(fn: Callable[..., T], *args: Any) -> T:
-    """Run blocking `fn` in a thread that no pool bounds. Cancelled: the thread is let go and its result dropped."""
-    return await anyio.to_thread.run_sync(fn, *args, limiter=anyio.CapacityLimiter(1), abandon_on_cancel=True)
+    """Run blocking `fn` in a thread of its own. Cancelled: the thread is let go and its result dropped.
+
+    It is a daemon: a call that blocks for ever does not keep the process from its end.
+    """
+    loop = asyncio.get_running_loop()
+    outcome: asyncio.Future[T] = loop.create_future()
+    context = contextvars.copy_context()
+
+    def deliver(setter: Callable[[Any], None], value: Any) -> None:
+        if not outcome.done():
+            setter(value)
+
+    def work() -> None:
+        setter: Callable[[Any], None] = outcome.set_result
+        value: Any
+        try:
+            value = context.run(fn, *args)
+        except StopIteration as error:
+            setter, value = outcome.set_exception, RuntimeError("StopIteration was raised, which no future can carry")
+            value.__cause__ = error
+        except BaseException as error:
+            setter, value = outcome.set_exception, error
+        with suppress(RuntimeError):  # the loop closed meanwhile
+            loop.call_soon_threadsafe(deliver, setter, value)
+
+    threading.Thread(target=work, name="lmcache-stream-user", daemon=True).start()
+    return await outcome
 
 
 async def call(fn: Callable[..., Any], *args: Any) -> Any:

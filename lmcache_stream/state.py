@@ -7,6 +7,7 @@ always kept ids + tail + suffix + generated ids, each once.
 from __future__ import annotations
 
 import hashlib
+import operator
 import secrets
 import time
 from dataclasses import dataclass, field, replace
@@ -44,16 +45,26 @@ def check_token_ids(tokens: Iterable[int], what: str) -> list[int]:
     """`tokens` as a list of plain non-negative ints; `UsageError` names `what` otherwise."""
     if isinstance(tokens, str | bytes):
         raise UsageError(f"{what} must be token ids, not text: tokenize it first")
-    ids = tokens.tolist() if hasattr(tokens, "tolist") else list(tokens)
-    for position, token in enumerate(ids):
-        if type(token) is not int:
-            try:
-                ids[position] = token = token.__index__()
-            except (AttributeError, TypeError):
-                raise UsageError(f"{what}[{position}] is {token!r}, not a token id") from None
-        if token < 0:
-            raise UsageError(f"{what}[{position}] is {token}: a token id is not negative")
-    return ids
+    ids = tokens.tolist() if hasattr(tokens, "tolist") else tokens
+    try:
+        listed = list(ids)
+    except TypeError:
+        raise UsageError(f"{what} must be a sequence of token ids, not {type(tokens).__name__}") from None
+    for position, token in enumerate(listed):
+        if type(token) is not int or token < 0:
+            listed[position] = check_token_id(token, f"{what}[{position}]")
+    return listed
+
+
+def check_token_id(token: Any, what: str) -> int:
+    """`token` as a plain non-negative int; `UsageError` names `what` otherwise."""
+    try:
+        plain = operator.index(token)
+    except TypeError:
+        raise UsageError(f"{what} is {token!r}, not a token id") from None
+    if plain < 0:
+        raise UsageError(f"{what} is {plain}: a token id is not negative")
+    return plain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +108,10 @@ class StreamState:
         suffix: Tokens after `tokens` that have no stored KV; sent once, with the next request.
         expected: How many of `tokens` the cache should come to hold: what was sent, or what was stored.
         stored: How many of `tokens` are the ids of a stored edit; 0 without one.
+        fingerprint: Of the stored edit's KV, to know it again.
+        unverified: Whether a request went out since of which nobody said whether it took the edit. An engine offloads
+            what it computes itself under the edit's ids and salt, so a lookup tells nothing any more.
+        lost: How many of the `stored` tokens are known to be gone.
     """
 
     tokens: list[int]
@@ -105,6 +120,9 @@ class StreamState:
     suffix: list[int] = field(default_factory=list)
     expected: int = 0
     stored: int = 0
+    fingerprint: torch.Tensor | None = None
+    unverified: bool = False
+    lost: int = 0
     generated: list[int] = field(default_factory=list)
     text_parts: list[str] = field(default_factory=list)
     decoded: int = 0
@@ -123,7 +141,14 @@ class StreamState:
             text_parts=self.text_parts.copy(),
         )
 
-    def replace_prefix(self, stored: Sequence[int], unstored: Sequence[int], tail: Sequence[int], salt: str) -> None:
+    def replace_prefix(
+        self,
+        stored: Sequence[int],
+        unstored: Sequence[int],
+        tail: Sequence[int],
+        salt: str,
+        fingerprint: torch.Tensor | None = None,
+    ) -> None:
         """Back the stream by an edit: `stored` ids lie in the cache under `salt`.
 
         Args:
@@ -131,11 +156,15 @@ class StreamState:
             unstored: The edit's ids after them, less than a chunk: recomputed with the next request.
             tail: Ids that came after the edited prefix.
             salt: Where `stored` lies.
+            fingerprint: Of the stored KV.
         """
         self.suffix = [*unstored, *tail, *self.suffix]
         self.tokens = list(stored)
         self.salt = salt
         self.expected = self.stored = len(self.tokens)
+        self.fingerprint = fingerprint
+        self.unverified = False
+        self.lost = 0
         self.done = False
         self.finish_reason = None
 
@@ -177,12 +206,17 @@ class Request:
             raise UsageError("post_completion yielded something after its Completion: that must be the last item")
         if isinstance(item, TokenEvent):
             state = self._state
+            token = item.token_id
+            if token is not None and (type(token) is not int or token < 0):
+                token = check_token_id(token, "TokenEvent.token_id")
+            if type(item.text) is not str:
+                raise UsageError(f"TokenEvent.text must be text, not {type(item.text).__name__}")
             if not self.consumed:
                 self._consume()
-            if item.token_id is not None:
+            if token is not None:
                 self.times.append(time.perf_counter() if item.time is None else item.time)
-                state.tokens.append(item.token_id)
-                state.generated.append(item.token_id)
+                state.tokens.append(token)
+                state.generated.append(token)
                 state.decoded += 1
             if item.text:
                 state.text_parts.append(item.text)
@@ -203,6 +237,8 @@ class Request:
     def finish(self) -> None:
         """The engine ended the request by itself: decide whether the stream is done."""
         if not self.consumed:
+            if self.aborted:
+                return
             self._consume()
         state = self._state
         reason = self.completion.finish_reason if self.completion else None
@@ -223,22 +259,23 @@ class Request:
         usage = self.completion.usage if self.completion else None
         return usage.cached_tokens if usage else None
 
-    def shortfall(self, stored: int) -> int:
-        """How many of the `stored` tokens of an edit the engine computed itself; 0 if it does not say.
+    def judge_edit(self) -> None:
+        """Note what the ended request tells about the stored edit.
 
-        An engine always computes the last token of a prompt.
+        An engine always computes the last token of a prompt, also one that a cache has.
         """
+        state = self._state
         cached = self.cached_tokens
-        if cached is None:
-            return 0
-        return max(0, min(stored, len(self.ids) - 1) - cached)
+        if cached is not None:
+            state.unverified = False
+            state.lost = max(state.lost, min(state.stored, len(self.ids) - 1) - cached)
 
     def failure(self) -> dict[str, Any]:
         """What an error has to say about the call: `arrived` and `suffix_consumed`."""
         earlier = sum(request.arrived for request in self._earlier)
         return {"arrived": earlier + self.arrived, "suffix_consumed": self.consumed or bool(self._earlier)}
 
-    def metrics(self, *, shortfall: int = 0) -> StreamPerfMetrics:
+    def metrics(self) -> StreamPerfMetrics:
         """What the call took, up to now: this request and those before it, with all that lay between."""
         requests = (*self._earlier, self)
         return StreamPerfMetrics.from_times(
@@ -247,5 +284,5 @@ class Request:
             times=[arrival for request in requests for arrival in request.times],
             input_tokens=len(requests[0].ids),
             cached_tokens=self.cached_tokens,
-            edit_shortfall=shortfall,
+            edit_shortfall=self._state.lost,
         )

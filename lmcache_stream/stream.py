@@ -18,7 +18,7 @@ import anyio
 import torch
 
 from lmcache_stream import portal
-from lmcache_stream.callables import Items, call, event_batches
+from lmcache_stream.callables import Items, call, event_batches, in_own_thread
 from lmcache_stream.editors.base import Edit, EditInput, Editor
 from lmcache_stream.errors import (
     CacheError,
@@ -30,11 +30,17 @@ from lmcache_stream.errors import (
     UsageError,
 )
 from lmcache_stream.face import StreamFace
-from lmcache_stream.kvcache.context import AsyncKVCacheContext, KVCacheContext, StoreOutcome
+from lmcache_stream.kvcache.context import (
+    AsyncKVCacheContext,
+    KVCacheContext,
+    StoreOutcome,
+    check_cache_salt,
+    check_timeout,
+)
 from lmcache_stream.metrics import StreamPerfMetrics
 from lmcache_stream.rounds import EditsWhileDecoding, ModifyFn, plan_passes
 from lmcache_stream.state import ModifyReceipt, Request, StreamState, check_token_ids, fresh_salt, whole_chunks
-from lmcache_stream.types import AsyncPostCompletion, CacheKind, PostCompletion, TokenEvent
+from lmcache_stream.types import AsyncPostCompletion, CacheKind, Completion, PostCompletion, TokenEvent
 
 __all__ = [
     "AsyncLMCacheStream",
@@ -101,6 +107,7 @@ class AsyncLMCacheStream(StreamFace):
         if on_shortfall not in ("raise", "report"):
             raise UsageError(f'on_shortfall must be "raise" or "report", not {on_shortfall!r}')
         tokens = check_token_ids(prompt_token_ids, "prompt_token_ids")
+        check_cache_salt(cache_salt)
         if not tokens:
             raise UsageError("prompt_token_ids is empty: an engine needs at least one token")
         self._ctx = ctx
@@ -164,7 +171,7 @@ class AsyncLMCacheStream(StreamFace):
             async with aclosing(self._passes(sampling_params, suffix_tokens, edits, timeout)) as passes:
                 async for request, batch in passes:
                     for item in batch:
-                        request.record(item)
+                        self._record(request, item)
             assert self._state.last_metrics is not None
             return self._state.last_metrics
 
@@ -202,7 +209,7 @@ class AsyncLMCacheStream(StreamFace):
             async with aclosing(self._passes(sampling_params, suffix_tokens, edits, timeout)) as passes:
                 async for request, batch in passes:
                     for item in batch:
-                        request.record(item)
+                        self._record(request, item)
                         if isinstance(item, TokenEvent):
                             yield item
 
@@ -338,7 +345,7 @@ class AsyncLMCacheStream(StreamFace):
         max_tokens = _max_tokens(sampling_params)
         suffix = check_token_ids(suffix_tokens, "suffix_tokens")
         loop = asyncio.get_running_loop()
-        deadline = None if timeout is None else loop.time() + timeout
+        deadline = None if timeout is None else loop.time() + check_timeout(timeout)
         requests: list[Request] = []
         for size, edit_after in plan_passes(max_tokens, edits):
             params = dict(sampling_params) if size is None else {**sampling_params, "max_tokens": size}
@@ -410,49 +417,64 @@ class AsyncLMCacheStream(StreamFace):
         self, request: Request, sampling_params: dict[str, Any], deadline: float | None
     ) -> AsyncGenerator[Items, None]:
         """One request to the engine. The consumer records what it is given; this decides how the request ended."""
-        stored = self._state.stored
-        salt = self._state.salt
+        state = self._state
+        salt = state.salt
         try:
+            if not request.ids:
+                raise UsageError("nothing to send: the edit left no token, and there is no suffix")
             async with asyncio.timeout_at(deadline):
-                await self._require_edit(stored)
+                await self._require_edit()
             request.start = time.perf_counter()
-            shortfall = 0
+            state.unverified = state.stored > 0
             try:
                 batches = event_batches(self._post_completion, request.ids.copy(), sampling_params, salt)
                 async with aclosing(batches):
                     while (batch := await _next(batches, deadline)) is not None:
                         yield batch
                 request.finish()
-                shortfall = request.shortfall(stored)
+                request.judge_edit()
             finally:
-                self._state.last_metrics = request.metrics(shortfall=shortfall)
+                state.last_metrics = request.metrics()
         except TimeoutError as error:
             if deadline is None or asyncio.get_running_loop().time() < deadline:
                 raise self._failed(request, error) from error
             raise StreamTimeout(
                 f"stream {self._stream_id}: no end in time, {request.arrived} tokens arrived", **request.failure()
             ) from error
-        except (LMCacheStreamError, UsageError):
+        except LMCacheStreamError:
+            raise
+        except UsageError as error:
+            if request.consumed:
+                raise self._failed(request, error) from error
             raise
         except Exception as error:
             raise self._failed(request, error) from error
         if request.aborted:
+            reason = request.completion.finish_reason if request.completion else None
             raise LMCacheStreamError(
-                f"stream {self._stream_id}: the engine ended the request with finish reason "
-                f"{self._state.finish_reason!r} after {request.arrived} tokens",
+                f"stream {self._stream_id}: the engine ended the request with finish reason {reason!r} after "
+                f"{request.arrived} tokens",
                 **request.failure(),
             )
-        if stored and request.cached_tokens is None and request.completion and request.completion.usage:
+        if state.unverified:
             _warn_unverifiable()
-        if shortfall and self._on_shortfall == "raise":
+        if state.lost and self._on_shortfall == "raise":
             raise EditNotUsed(
                 f"stream {self._stream_id}: the engine took {request.cached_tokens} tokens from the cache, but the "
-                f"edit has {stored}: it was evicted, or the request went out without its cache_salt ({salt!r}), "
+                f"edit has {state.stored}: it was evicted, or the request went out without its cache_salt ({salt!r}), "
                 "so this output does not come from the edit",
-                stored=stored,
-                used=request.cached_tokens or 0,
+                stored=state.stored,
+                used=state.stored - state.lost,
                 **request.failure(),
             )
+
+    def _record(self, request: Request, item: TokenEvent | Completion) -> None:
+        try:
+            request.record(item)
+        except UsageError as error:
+            if request.consumed:
+                raise self._failed(request, error) from error
+            raise
 
     def _failed(self, request: Request, error: BaseException) -> LMCacheStreamError:
         return LMCacheStreamError(
@@ -460,19 +482,33 @@ class AsyncLMCacheStream(StreamFace):
             **request.failure(),
         )
 
-    async def _require_edit(self, stored: int) -> None:
+    async def _require_edit(self) -> None:
         """Nobody else would tell: an engine recomputes an evicted edit from its ids without a word."""
-        if not stored or self._on_shortfall == "report":
-            return
-        with self._at_the_cache("looking up the edit"):
-            covered = await self._ctx.lookup(self._state.tokens[:stored], self._state.salt)
-        if covered < stored:
+        state = self._state
+        if state.stored and not state.lost:
+            with self._at_the_cache("looking up the edit"):
+                state.lost = state.stored - await self._find_edit()
+        if state.lost and self._on_shortfall == "raise":
             raise EditNotUsed(
-                f"stream {self._stream_id}: the cache holds {covered} of the edit's {stored} tokens: it was evicted "
-                "before it was decoded from; give the cache more room or decode sooner, and start from the prompt",
-                stored=stored,
-                used=covered,
+                f"stream {self._stream_id}: the cache holds {state.stored - state.lost} of the edit's {state.stored} "
+                "tokens: it was evicted before it was decoded from; give the cache more room or decode sooner, and "
+                "start from the prompt",
+                stored=state.stored,
+                used=state.stored - state.lost,
             )
+
+    async def _find_edit(self) -> int:
+        """How many tokens of the stored edit the cache still holds."""
+        state = self._state
+        ids = state.tokens[: state.stored]
+        if not state.unverified:
+            return min(state.stored, await self._ctx.lookup(ids, state.salt))
+        kv = await self._ctx.retrieve(ids, state.salt)
+        if kv is None or kv.shape[2] < state.stored:
+            return kv.shape[2] if kv is not None else 0
+        assert state.fingerprint is not None
+        same = torch.equal(await self._ctx.executor.run(_fingerprint, kv), state.fingerprint)
+        return state.stored if same else 0
 
     async def _retrieve(
         self,
@@ -492,7 +528,7 @@ class AsyncLMCacheStream(StreamFace):
                 "there will be no cached KV; use a longer prompt or a cache with smaller chunks"
             )
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout
+        deadline = loop.time() + check_timeout(timeout)
         with self._at_the_cache("retrieving KV"):
             while True:
                 with _timed(seconds, "wait"):
@@ -531,7 +567,9 @@ class AsyncLMCacheStream(StreamFace):
                 chunk_size=self._ctx.chunk_size,
                 queries=queries,
             )
-            edit = await self._ctx.executor.run(fn.edit, given)
+            edit: object = await in_own_thread(fn.edit, given)
+            if not isinstance(edit, Edit):
+                raise UsageError(f"{type(fn).__name__}.edit must return an Edit, not {type(edit).__name__}")
             return None if edit.kv is kv and edit.tokens == given.tokens else edit
         result = await call(fn, kv, tokens.copy())
         if result is None:
@@ -563,12 +601,15 @@ class AsyncLMCacheStream(StreamFace):
         chunk_size = self._ctx.chunk_size
         whole = whole_chunks(len(ids), chunk_size)
         salt = fresh_salt(state.original_salt) if self._salt_edits else state.salt
+        fingerprint = None
         if whole:
+            kept = kv[:, :, :whole]
             with self._at_the_cache("storing the edit"):
-                outcome = await self._ctx.put(kv[:, :, :whole], ids[:whole], salt, timeout=timeout)
+                fingerprint = await self._ctx.executor.run(_fingerprint, kept)
+                outcome = await self._ctx.put(kept, ids[:whole], salt, timeout=timeout)
             if not outcome.complete:
                 raise StoreError(self._refusal(outcome))
-        state.replace_prefix(ids[:whole], ids[whole:], tail, salt)
+        state.replace_prefix(ids[:whole], ids[whole:], tail, salt, fingerprint)
         return whole
 
     def _refusal(self, outcome: StoreOutcome) -> str:
@@ -679,7 +720,10 @@ class LMCacheStream(StreamFace):
         editor: ModifyFn | Editor | None = None,
         timeout: float | None = None,
     ) -> Iterator[TokenEvent]:
-        """Run one pass of the engine, token by token; see `AsyncLMCacheStream.events`."""
+        """Run one pass of the engine, token by token; see `AsyncLMCacheStream.events`.
+
+        Tokens are read ahead: leaving early keeps those that had arrived, also the ones not handed out yet.
+        """
         return portal.iterate(
             lambda: self._async_stream.events(
                 sampling_params, suffix_tokens, edit_every=edit_every, editor=editor, timeout=timeout
@@ -777,6 +821,13 @@ async def _next(batches: AsyncGenerator[Items, None], deadline: float | None) ->
         return await anext(batches, None)
 
 
+def _fingerprint(kv: torch.Tensor) -> torch.Tensor:
+    """A sum over the bits of each plane and layer of `[P, L, T, D]`, int64 `[P, L]`: exact, whatever the order."""
+    words = kv.detach().cpu().contiguous()
+    wide = torch.int64 if words.shape[3] * words.element_size() % 8 == 0 else torch.uint8
+    return words.view(wide).sum(dim=(2, 3), dtype=torch.int64)
+
+
 @contextmanager
 def _timed(seconds: dict[str, float], step: str) -> Iterator[None]:
     start = time.perf_counter()
@@ -794,6 +845,7 @@ def _warn_unverifiable() -> None:
     if not _warned:
         _warned = True
         logger.warning(
-            "the engine does not say how many prompt tokens came from the cache, so nothing shows that an edit was "
-            "decoded from; start vLLM with --enable-prompt-tokens-details"
+            "the engine, or post_completion, does not say how many prompt tokens came from the cache, so nothing shows "
+            "at once that an edit was decoded from: start vLLM with --enable-prompt-tokens-details, and let "
+            "post_completion end with a Completion that has its usage"
         )

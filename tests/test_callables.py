@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import sys
 import threading
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -142,6 +144,31 @@ async def test_leaving_early_closes_a_blocking_generator_without_waiting_for_it(
     assert not closed.is_set()
     blocked.set()
     assert await asyncio.to_thread(closed.wait, 30)
+
+
+async def test_a_thread_that_is_let_go_does_not_keep_the_process(tmp_path: Path) -> None:
+    script = tmp_path / "stuck.py"
+    script.write_text(
+        "import asyncio, threading\n"
+        "from lmcache_stream.callables import in_own_thread\n"
+        "async def main():\n"
+        "    try:\n"
+        "        await asyncio.wait_for(in_own_thread(threading.Event().wait), 0.1)\n"
+        "    except TimeoutError:\n"
+        "        print('let go')\n"
+        "asyncio.run(main())\n"
+    )
+    process = await asyncio.create_subprocess_exec(sys.executable, script, stdout=asyncio.subprocess.PIPE)
+    out, _ = await asyncio.wait_for(process.communicate(), 60)
+    assert (out, process.returncode) == (b"let go\n", 0)
+
+
+async def test_stop_iteration_from_a_blocking_call_is_an_error_like_others() -> None:
+    def stop() -> None:
+        next(iter(()))
+
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        await call(stop)
 
 
 async def test_cancelled_while_a_thread_blocks() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,6 +16,7 @@ def state_of(tokens: list[int], *, suffix: list[int] | None = None) -> StreamSta
     return StreamState(tokens=tokens, salt="s", original_salt="s", suffix=suffix or [], expected=len(tokens))
 
 
+@settings(deadline=None)
 @given(original=SALTS)
 def test_fresh_salts_differ_fit_and_hold_no_forbidden_character(original: str) -> None:
     salts = {fresh_salt(original) for _ in range(3)}
@@ -30,7 +32,8 @@ def test_fresh_salt_keeps_a_short_original_readable() -> None:
 
 
 def test_salts_of_different_long_originals_differ_in_what_they_derive_from() -> None:
-    stems = {fresh_salt(letter * 128).split("~")[0] for letter in "ab"}
+    common = "x" * 127
+    stems = {fresh_salt(common + letter).split("~")[0] for letter in "ab"}
     assert len(stems) == 2
 
 
@@ -74,7 +77,36 @@ def test_done(reason: str | None, arrived: int, max_tokens: int | None, done: bo
     request.finish()
     assert state.done is done
     assert state.finish_reason == reason
+    following = Request(state, [], None)
+    following.record(TokenEvent(1))
+    assert (state.done, state.finish_reason) == (False, None)
     assert request.aborted is (reason in ("abort", "error"))
+
+
+@pytest.mark.parametrize("reason", ["abort", "error"])
+def test_an_abort_before_the_first_token_consumes_nothing(reason: str) -> None:
+    state = state_of([1], suffix=[2])
+    request = Request(state, [3], 5)
+    request.record(Completion(reason))
+    request.finish()
+    assert (state.tokens, state.suffix, state.finish_reason) == ([1], [2], None)
+    assert request.failure() == {"arrived": 0, "suffix_consumed": False}
+
+
+def test_ids_of_other_integer_types_become_plain_ints() -> None:
+    state = state_of([1])
+    request = Request(state, [], None)
+    request.record(TokenEvent(np.int64(5)))  # type: ignore[arg-type]
+    assert state.generated == [5]
+    assert type(state.generated[0]) is int
+
+
+@pytest.mark.parametrize("bad", [TokenEvent("5"), TokenEvent(3.5), TokenEvent(-1), TokenEvent(1, b"x")])  # type: ignore[arg-type]
+def test_events_that_cannot_be_change_nothing(bad: TokenEvent) -> None:
+    state = state_of([1], suffix=[2])
+    with pytest.raises(UsageError, match="TokenEvent"):
+        Request(state, [], None).record(bad)
+    assert (state.tokens, state.suffix, state.generated, state.text_parts) == ([1], [2], [], [])
 
 
 def test_an_empty_answer_still_consumes_the_suffix() -> None:
@@ -88,9 +120,13 @@ def test_an_empty_answer_still_consumes_the_suffix() -> None:
     [(70, 64, 64, 0), (70, 64, 32, 32), (70, 64, None, 0), (64, 64, 63, 0), (64, 64, 32, 31), (64, 64, 0, 63)],
 )
 def test_shortfall(sent: int, stored: int, cached: int | None, short: int) -> None:
-    request = Request(state_of(list(range(sent))), [], None)
+    state = state_of(list(range(sent)))
+    state.stored, state.unverified = stored, True
+    request = Request(state, [], None)
     request.record(Completion("length", usage=Usage(sent, 0, cached)))
-    assert request.shortfall(stored) == short
+    request.judge_edit()
+    assert state.lost == request.metrics().edit_shortfall == short
+    assert state.unverified is (cached is None)
 
 
 def test_a_completion_is_the_last_item() -> None:
@@ -126,6 +162,12 @@ def test_a_copy_is_independent() -> None:
     request = Request(copy, [], None)
     request.record(TokenEvent(3, "x"))
     assert (state.tokens, state.suffix, state.generated, state.text_parts) == ([1], [2], [], [])
+
+
+@pytest.mark.parametrize("bad", [None, 7, np.array(7)])
+def test_what_is_no_sequence_is_refused(bad: object) -> None:
+    with pytest.raises(UsageError, match="prompt must be a sequence of token ids"):
+        check_token_ids(bad, "prompt")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("bad", [[-1], ["a"], [1.5], [None]])

@@ -4,6 +4,7 @@ import asyncio
 import threading
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lmcache_stream import portal
 from lmcache_stream.editors.base import Edit, EditInput, Editor
 from lmcache_stream.errors import (
     CoverageTimeout,
@@ -299,6 +301,123 @@ async def test_an_edit_evicted_between_lookup_and_prefill_is_noticed(one: Setup)
     assert caught.value.suffix_consumed
 
 
+async def test_an_edit_of_which_one_chunk_was_evicted_is_noticed(one: Setup) -> None:
+    stream = one.stream(18)
+    await stream.generate(PREFILL)
+    await stream.modify_kv(drop_every_other)
+    kept = one.cache.longest_prefix(MODEL, stream.tokens, stream.cache_salt)
+    one.cache.clear()
+    one.cache.put(MODEL, stream.tokens[:4], kept[:1], stream.cache_salt)
+    with pytest.raises(EditNotUsed, match="4 of the edit's 8") as caught:
+        await stream.generate({"max_tokens": 2})
+    assert (caught.value.stored, caught.value.used) == (8, 4)
+
+
+async def test_an_engine_that_takes_a_part_of_the_edit_is_noticed(one: Setup) -> None:
+    def partly(ids: list[int], params: Mapping[str, Any], salt: str) -> Iterator[TokenEvent | Completion]:
+        yield TokenEvent(5)
+        yield Completion("length", usage=Usage(len(ids), 1, 4))
+
+    stream = one.stream(18)
+    await stream.generate(PREFILL)
+    await stream.modify_kv(drop_every_other)
+    stream._post_completion = partly
+    with pytest.raises(EditNotUsed) as caught:
+        await stream.generate({"max_tokens": 1})
+    assert (caught.value.stored, caught.value.used, caught.value.arrived) == (8, 4, 1)
+
+
+@pytest.mark.parametrize("ending", ["left", "failed", "silent"])
+async def test_an_edit_evicted_during_a_request_without_a_verdict_is_noticed_by_the_next(
+    one: Setup, ending: str
+) -> None:
+    """The engine offloads what it computed itself under the edit's ids and salt: a lookup would find that."""
+
+    async def evicting(ids: list[int], params: Mapping[str, Any], salt: str) -> AsyncIterator[TokenEvent | Completion]:
+        one.cache.clear()
+        one.engine.put(ids, salt)
+        yield TokenEvent(5)
+        if ending == "failed":
+            raise RuntimeError("engine fell over")
+        yield TokenEvent(6)
+
+    stream = one.stream(18)
+    await stream.generate(PREFILL)
+    await stream.modify_kv(lambda kv, tokens: (-kv[:, :, ::2] - 1, tokens[::2]))
+    stream._post_completion = evicting
+    if ending == "left":
+        async with aclosing(stream.events({"max_tokens": 2})) as events:
+            await anext(events)
+    elif ending == "failed":
+        with pytest.raises(LMCacheStreamError, match="fell over"):
+            await stream.generate({"max_tokens": 2})
+    else:
+        await stream.generate({"max_tokens": 2})
+    assert await one.ctx.lookup(stream.tokens[:8], stream.cache_salt) == 8
+    stream._post_completion = one.engine
+    for _ in range(2):
+        with pytest.raises(EditNotUsed, match="0 of the edit's 8"):
+            await stream.generate({"max_tokens": 1})
+
+
+async def test_an_edit_that_is_still_there_after_a_request_without_a_verdict_is_gone_on_with(one: Setup) -> None:
+    stream = one.stream(18)
+    await stream.generate(PREFILL)
+    await stream.modify_kv(drop_every_other)
+    async with aclosing(stream.events({"max_tokens": 5})) as events:
+        await anext(events)
+    assert (await stream.generate({"max_tokens": 1})).cached_tokens == 8
+
+
+async def test_a_lost_edit_stays_lost_until_the_next(one: Setup) -> None:
+    stream = one.stream(18, on_shortfall="report")
+    await stream.generate(PREFILL)
+    await stream.modify_kv(drop_every_other)
+    one.cache.clear()
+    for _ in range(2):
+        assert (await stream.generate({"max_tokens": 1})).edit_shortfall == 8
+    await stream.modify_kv(keep)
+    assert (await stream.generate({"max_tokens": 1})).edit_shortfall == 0
+
+
+async def test_an_engine_that_does_not_say_what_it_took_is_warned_of(
+    one: Setup, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmcache_stream.stream._warned", False)
+    one.engine.usage = False
+    for _ in range(2):
+        stream = one.stream(18)
+        await stream.generate(PREFILL)
+        assert len(caplog.records) <= 1
+        await stream.modify_kv(drop_every_other)
+        await stream.generate({"max_tokens": 1})
+    assert len(caplog.records) == 1
+    assert "--enable-prompt-tokens-details" in caplog.text
+
+
+async def test_chunks_evicted_between_waiting_and_retrieving_are_waited_for_again(
+    one: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = one.stream(16)
+    await stream.generate(PREFILL)
+    original = type(one.ctx).wait_for
+    calls = 0
+
+    async def evicting(ctx: Any, *args: Any, **kwargs: Any) -> int:
+        nonlocal calls
+        calls += 1
+        covered: int = await original(ctx, *args, **kwargs)
+        if calls == 1:
+            one.cache.clear()
+            one.engine.put(list(range(8)), "")
+            asyncio.get_running_loop().call_soon(one.engine.put, list(range(16)), "")
+        return covered
+
+    monkeypatch.setattr(type(one.ctx), "wait_for", evicting)
+    assert (await stream.modify_kv(keep)).tokens_before == 16
+    assert calls == 2
+
+
 async def test_a_post_completion_that_drops_its_salt_is_noticed(one: Setup) -> None:
     async def dropping(ids: list[int], params: Mapping[str, Any], salt: str) -> AsyncIterator[TokenEvent | Completion]:
         async for item in one.engine(ids, params, ""):  # type: ignore[attr-defined]
@@ -408,6 +527,25 @@ async def test_a_failure_mid_stream_keeps_what_arrived(setup: Setup) -> None:
     setup.engine.fail_after = None
     await stream.generate({"max_tokens": 1})
     assert setup.engine.sent[-1][0] == [*range(10), 50, 1000, 1001, 1002]
+
+
+async def test_an_abort_before_the_first_token_changes_nothing(one: Setup) -> None:
+    one.engine.output, one.engine.finish_reason = 0, "abort"
+    stream = one.stream(10)
+    with pytest.raises(LMCacheStreamError, match="abort") as caught:
+        await stream.generate({"max_tokens": 2}, [50])
+    assert (caught.value.arrived, caught.value.suffix_consumed) == (0, False)
+    assert stream.tokens == list(range(10))
+
+
+async def test_a_store_that_cannot_fit_evicts_nobody() -> None:
+    async with opened(CountingEngine, make_url(max_bytes=str(kv_of(list(range(24))).nbytes))) as setup:
+        stream = setup.stream(16)
+        await stream.generate(PREFILL)
+        with pytest.raises(StoreError, match="no room"):
+            await stream.modify_kv(lambda kv, tokens: (torch.cat([kv, kv], 2), [*tokens, *tokens]))
+        assert await setup.ctx.lookup(list(range(16))) == 16
+        await stream.modify_kv(lambda kv, tokens: (kv[:, :, :8], tokens[:8]))
 
 
 @pytest.mark.parametrize("reason", ["abort", "error"])
@@ -589,6 +727,16 @@ async def test_a_fork_goes_its_own_way(one: Setup) -> None:
     assert one.engine.sent[-1][0] == [*range(18), 1000]
 
 
+async def test_a_fork_keeps_the_options(one: Setup) -> None:
+    stream = one.stream(18, salt_edits=False, on_shortfall="report")
+    await stream.generate(PREFILL)
+    fork = await stream.fork()
+    await fork.modify_kv(drop_every_other)
+    assert fork.cache_salt == ""
+    one.cache.clear()
+    assert (await fork.generate({"max_tokens": 1})).edit_shortfall == 8
+
+
 async def test_the_callers_things_are_not_touched(one: Setup) -> None:
     prompt, params = list(range(10)), {"max_tokens": 2}
     stream = AsyncLMCacheStream(one.ctx, one.engine, prompt)
@@ -622,6 +770,94 @@ async def test_a_stream_needs_a_prompt_and_the_right_face(one: Setup) -> None:
         one.stream([1], on_shortfall="ignore")
     with pytest.raises(TypeError, match="AsyncLMCacheStream takes one from aconnect"):
         LMCacheStream(one.ctx, one.engine, [1])
+
+
+async def test_an_engine_may_do_what_it_likes_with_what_it_is_given(one: Setup) -> None:
+    def greedy(ids: list[int], params: Any, salt: str) -> Iterator[TokenEvent]:
+        ids.clear()
+        params.clear()
+        yield TokenEvent(5)
+
+    params = {"max_tokens": 1}
+    stream = AsyncLMCacheStream(one.ctx, greedy, [1, 2])
+    await stream.generate(params)
+    assert (stream.tokens, params) == ([1, 2, 5], {"max_tokens": 1})
+
+
+async def test_an_edit_to_nothing_leaves_nothing_to_send(one: Setup) -> None:
+    stream = one.stream(16)
+    await stream.generate(PREFILL)
+    await stream.update_kv(kv_of([])[:, :, :0], [])
+    with pytest.raises(UsageError, match="nothing to send"):
+        await stream.generate(PREFILL)
+    await stream.generate(PREFILL, [7])
+    assert one.engine.sent[-1][0] == [7]
+
+
+async def test_nonsense_after_the_first_token_keeps_what_arrived(one: Setup) -> None:
+    def nonsense(ids: list[int], params: Any, salt: str) -> Iterator[Any]:
+        yield TokenEvent(5)
+        yield "x"
+
+    stream = AsyncLMCacheStream(one.ctx, nonsense, [1, 2])
+    with pytest.raises(LMCacheStreamError, match="must yield TokenEvent") as caught:
+        await stream.generate({"max_tokens": 3})
+    assert (caught.value.arrived, caught.value.suffix_consumed) == (1, True)
+
+
+class Stopping(Editor):
+    def edit(self, x: EditInput) -> Edit:
+        return next(iter(()))
+
+
+class Wrong(Editor):
+    def edit(self, x: EditInput) -> Edit:
+        return x.kv, x.tokens  # type: ignore[return-value]
+
+
+class Asking(Editor):
+    """Uses the cache while it edits."""
+
+    ctx: Any = None
+
+    def edit(self, x: EditInput) -> Edit:
+        assert portal.run(Asking.ctx.retrieve, list(x.tokens)) is not None
+        return Edit(kv=x.kv[:, :, ::2], tokens=x.tokens[::2], kept_positions=None)
+
+
+async def test_editors_that_misbehave_leave_the_stream_as_it_was(one: Setup) -> None:
+    stream = one.stream(16)
+    await stream.generate(PREFILL)
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        await stream.modify_kv(Stopping())
+    with pytest.raises(UsageError, match="must return an Edit"):
+        await stream.modify_kv(Wrong())
+    assert stream.tokens == [*range(16), 1000]
+    await stream.modify_kv(keep)
+
+
+def test_an_editor_may_use_the_cache() -> None:
+    url = make_url()
+    cache = EmbeddedCache.open(url)
+    cache.register_model(MODEL, GEOMETRY)
+    try:
+        with connect(url) as ctx:
+            Asking.ctx = ctx.async_context
+            streams = [LMCacheStream(ctx, CountingEngine(cache), list(range(16))) for _ in range(4)]
+            for stream in streams:
+                stream.generate(PREFILL)
+            with ThreadPoolExecutor(4) as threads:
+                receipts = list(threads.map(lambda stream: stream.modify_kv(Asking(), timeout=5), streams))
+            assert [receipt.tokens_after for receipt in receipts] == [8] * 4
+    finally:
+        cache.unregister_model(MODEL)
+        cache.close()
+
+
+async def test_a_salt_that_cannot_be_is_refused_at_once(one: Setup) -> None:
+    for salt in ("a@b", "x" * 129):
+        with pytest.raises(UsageError, match="cache_salt"):
+            one.stream(18, cache_salt=salt)
 
 
 async def test_yielding_something_else_is_refused(one: Setup) -> None:
