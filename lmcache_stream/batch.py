@@ -315,13 +315,15 @@ class AsyncBatchedStream(_Members[AsyncLMCacheStream]):
         timeout: float | None,
         edits: EditsWhileDecoding | None = None,
     ) -> float:
-        duration, self.perf_metrics = await self._run_phase(
+        results: dict[str, StreamPerfMetrics] = {}
+        self.perf_metrics = results
+        return await self._run_phase(
             phase,
             selected,
             lambda stream: stream._generate(sampling_params, (), edits, timeout),
-            max_concurrency or self._max_concurrency,
+            self._bound(max_concurrency, None),
+            results,
         )
-        return duration
 
     async def _modify(
         self,
@@ -333,13 +335,21 @@ class AsyncBatchedStream(_Members[AsyncLMCacheStream]):
     ) -> float:
         if not callable(fn):
             raise UsageError(f"modify takes an Editor or a function fn(kv, tokens), not {type(fn).__name__}")
-        duration, self.receipts = await self._run_phase(
+        results: dict[str, ModifyReceipt] = {}
+        self.receipts = results
+        return await self._run_phase(
             "modify",
             selected,
             lambda stream: stream.modify_kv(fn, timeout=timeout, poll_interval=poll_interval),
-            max_concurrency or self._max_concurrency or _MODIFY_CONCURRENCY,
+            self._bound(max_concurrency, _MODIFY_CONCURRENCY),
+            results,
         )
-        return duration
+
+    def _bound(self, of_phase: int | None, default: int | None) -> int | None:
+        if of_phase is not None:
+            _check_options(of_phase, self._on_error)
+            return of_phase
+        return default if self._max_concurrency is None else self._max_concurrency
 
     async def _run_phase(
         self,
@@ -347,40 +357,34 @@ class AsyncBatchedStream(_Members[AsyncLMCacheStream]):
         selected: Mapping[str, AsyncLMCacheStream],
         operation: Callable[[AsyncLMCacheStream], Awaitable[_Result]],
         max_concurrency: int | None,
-    ) -> tuple[float, dict[str, _Result]]:
-        """One gather over the selected streams: wall time in seconds, and results by stream id."""
-        _check_options(max_concurrency, self._on_error)
-        self.failures = {}
+        results: dict[str, _Result],
+    ) -> float:
+        """One gather over the selected streams, in seconds; `results` and `failures` fill as streams are through."""
+        self.failures = failures = {}
         if not selected:
-            return 0.0, {}
+            return 0.0
         slots = asyncio.Semaphore(max_concurrency or len(selected))
-        done = failed = 0
 
         with watching(self._progress, phase) as show:
 
-            async def run(stream: AsyncLMCacheStream) -> _Result:
-                nonlocal done, failed
+            async def run(stream_id: str, stream: AsyncLMCacheStream) -> None:
                 async with slots:
                     try:
-                        return await operation(stream)
-                    except BaseException:
-                        failed += 1
+                        results[stream_id] = await operation(stream)
+                    except BaseException as error:
+                        failures[stream_id] = error
                         raise
                     finally:
-                        done += 1
-                        show(PhaseProgress(phase, len(selected), done, failed))
+                        done = len(results) + len(failures)
+                        show(PhaseProgress(phase, len(selected), done, len(failures)))
 
             start = time.perf_counter()
-            outcomes = await asyncio.gather(*map(run, selected.values()), return_exceptions=True)
+            outcomes = await asyncio.gather(*(run(*member) for member in selected.items()), return_exceptions=True)
             duration = time.perf_counter() - start
 
-        results: dict[str, _Result] = {}
-        for stream_id, outcome in zip(selected, outcomes, strict=True):
-            if isinstance(outcome, BaseException):
-                self.failures[stream_id] = outcome
-            else:
-                results[stream_id] = outcome
-        return duration, results
+        of_streams = dict(zip(selected, outcomes, strict=True))
+        self.failures = {of: error for of, error in of_streams.items() if isinstance(error, BaseException)}
+        return duration
 
     def _select(self, stream_ids: Sequence[str] | None) -> dict[str, AsyncLMCacheStream]:
         if stream_ids is None:

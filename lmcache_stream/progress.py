@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,6 +10,8 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 __all__ = ["PhaseProgress", "ProgressCallback", "ProgressOption", "watching"]
+
+logger = logging.getLogger("lmcache_stream")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +39,28 @@ ProgressOption: TypeAlias = ProgressCallback | Literal[False] | None
 def watching(progress: ProgressOption, phase: str) -> Iterator[ProgressCallback]:
     """What to tell a phase's progress to: the caller's callback, a bar on a terminal (None), or nobody (False)."""
     if callable(progress):
-        yield progress
+        yield _harmless(progress)
     elif progress is None and sys.stderr.isatty():
         with _bar(phase) as show:
             yield show
     else:
         yield lambda _: None
+
+
+def _harmless(callback: ProgressCallback) -> ProgressCallback:
+    """`callback`, whose failure costs nobody a result: it is logged, and then it is not called any more."""
+    failed = False
+
+    def show(at: PhaseProgress) -> None:
+        nonlocal failed
+        if not failed:
+            try:
+                callback(at)
+            except Exception:
+                failed = True
+                logger.exception("the progress callback failed and is not called again in this phase")
+
+    return show
 
 
 @contextmanager

@@ -12,7 +12,13 @@ import pytest
 import torch
 
 from lmcache_stream.batch import AsyncBatchedStream, LMCacheBatchedStream
-from lmcache_stream.errors import LMCacheBatchedStreamError, LMCacheStreamError, UsageError
+from lmcache_stream.errors import (
+    CoverageTimeout,
+    LMCacheBatchedStreamError,
+    LMCacheStreamError,
+    StreamTimeout,
+    UsageError,
+)
 from lmcache_stream.kvcache import AsyncKVCacheContext, aconnect, connect
 from lmcache_stream.kvcache.memory import EmbeddedCache
 from lmcache_stream.progress import PhaseProgress
@@ -311,6 +317,90 @@ async def test_progress_tells_every_stream(ctx: AsyncKVCacheContext, cache: Embe
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
+
+
+async def test_a_progress_callback_that_fails_costs_no_result(
+    ctx: AsyncKVCacheContext, cache: EmbeddedCache, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(at: PhaseProgress) -> None:
+        raise KeyError("mine")
+
+    batch = AsyncBatchedStream(progress=fail)
+    ids = fill(batch, ctx, AsyncCountingEngine(cache), 3)
+    await batch.prefill(PREFILL)
+    assert set(batch.perf_metrics) == set(ids)
+    assert [record.message for record in caplog.records] == [
+        "the progress callback failed and is not called again in this phase"
+    ]
+
+
+async def test_the_batchs_own_bound_holds_in_every_phase(ctx: AsyncKVCacheContext, cache: EmbeddedCache) -> None:
+    gauge = Gauge()
+    gauge.wait_for = 2
+
+    class Gauged(AsyncCountingEngine):
+        async def __call__(  # type: ignore[override]
+            self, ids: list[int], params: Mapping[str, Any], salt: str, /
+        ) -> AsyncIterator[TokenEvent | Completion]:
+            async with gauge:
+                await gauge.all_in.wait()
+                async for item in super().__call__(ids, params, salt):
+                    yield item
+
+    async def gauged_edit(kv: torch.Tensor, tokens: list[int]) -> tuple[torch.Tensor, list[int]]:
+        async with gauge:
+            await gauge.all_in.wait()
+            return kv, tokens
+
+    batch = AsyncBatchedStream(progress=False, max_concurrency=2)
+    fill(batch, ctx, Gauged(cache), 8)
+    await batch.prefill(PREFILL)
+    assert gauge.most == 2
+    gauge.most = 0
+    gauge.all_in.clear()
+    await batch.modify(gauged_edit)
+    assert gauge.most == 2
+    gauge.most = 0
+    gauge.all_in.clear()
+    await batch.decode({"max_tokens": 2})
+    assert gauge.most == 2
+    with pytest.raises(UsageError, match="max_concurrency"):
+        await batch.prefill(PREFILL, max_concurrency=0)
+
+
+async def test_timeouts_reach_every_stream(ctx: AsyncKVCacheContext, cache: EmbeddedCache) -> None:
+    async def stalling(ids: list[int], params: Any, salt: str) -> AsyncIterator[TokenEvent | Completion]:
+        await asyncio.Event().wait()
+        yield TokenEvent(1)
+
+    batch = AsyncBatchedStream(progress=False, on_error="collect")
+    batch.add(AsyncLMCacheStream(ctx, stalling, list(range(8))))
+    await batch.prefill(PREFILL, timeout=0.02)
+    assert {type(error) for error in batch.failures.values()} == {StreamTimeout}
+    await batch.decode(PREFILL, timeout=0.02)
+    assert {type(error) for error in batch.failures.values()} == {StreamTimeout}
+    await batch.modify(half, timeout=0.02)
+    assert {type(error) for error in batch.failures.values()} == {CoverageTimeout}
+
+
+async def test_a_cancelled_phase_keeps_what_succeeded(ctx: AsyncKVCacheContext, cache: EmbeddedCache) -> None:
+    waiting = asyncio.Event()
+
+    async def stalling(ids: list[int], params: Any, salt: str) -> AsyncIterator[TokenEvent | Completion]:
+        yield TokenEvent(5)
+        if ids[0]:
+            waiting.set()
+            await asyncio.Event().wait()
+
+    batch = AsyncBatchedStream(progress=False, max_concurrency=1)
+    batch.extend(AsyncLMCacheStream(ctx, stalling, [index]) for index in range(2))
+    first, _ = (stream.stream_id() for stream in batch)
+    task = asyncio.create_task(batch.decode({"max_tokens": 1}))
+    await waiting.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert list(batch.perf_metrics) == [first]
 
 
 async def test_a_bar_goes_to_standard_error_where_that_is_a_terminal(
