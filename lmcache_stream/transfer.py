@@ -87,6 +87,8 @@ class TransferExecutor:
             else:
                 work.result_wanted = False
                 await _wait_uncancelled(result)
+                if not result.cancelled():
+                    result.exception()  # nobody wants it any more
             raise
 
     def submit(self, fn: Callable[..., T], /, *args: Any) -> Future[T]:
@@ -167,7 +169,10 @@ class _Work(Generic[T]):
 
     def __call__(self) -> T:
         args, self._args = self._args, ()
-        result = self._fn(*args)
+        try:
+            result = self._fn(*args)
+        except StopIteration as error:
+            raise RuntimeError("StopIteration was raised, which no future can carry") from error
         del args
         if not self.result_wanted:
             del result

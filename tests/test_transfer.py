@@ -300,3 +300,12 @@ async def test_work_on_a_gpu_starts_after_what_the_caller_queued_and_ends_before
     doubled = await executor.run(torch.mul, a, 2)
     assert bool((doubled == 2 * 20 * 4096).all())
     executor.close()
+
+
+async def test_stop_iteration_is_an_error_like_others() -> None:
+    executor = TransferExecutor()
+    try:
+        with pytest.raises(RuntimeError, match="StopIteration"):
+            await executor.run(next, iter(()))
+    finally:
+        executor.close()

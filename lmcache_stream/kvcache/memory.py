@@ -180,10 +180,13 @@ class EmbeddedCache:
         chunks: Sequence[torch.Tensor],
         cache_salt: str = "",
         kind: CacheKind = CacheKind.KV,
+        *,
+        whole: bool = False,
     ) -> StoreOutcome:
         """Store copies of `chunks`, `[planes, L, chunk_size, D]` each, on any device, for the first chunks of `tokens`.
 
-        A chunk that is there already is kept. It copies and compares bytes: call it in a worker.
+        A chunk that is there already is kept. It copies and compares bytes: call it in a worker. With
+        `whole`, chunks that can never fit together are not begun with, so that they evict nobody.
 
         Raises:
             UsageError: More chunks than whole chunks of tokens, or a chunk that does not hold `chunk_size` tokens.
@@ -203,10 +206,12 @@ class EmbeddedCache:
         with self._lock:
             self._check_open()
             protected = set(self._touched(keys))
+            new = sum(chunk.nbytes for key, chunk in zip(keys, chunks, strict=True) if key not in protected)
+            fits = not whole or new + sum(self._chunks[key].nbytes for key in protected) <= self.max_bytes
             for key, chunk, copy in zip(keys, chunks, copies, strict=False):
                 if key in protected:
                     present.append((self._chunks[key], chunk))
-                elif self._make_room(copy.nbytes if copy is not None else chunk.nbytes, protected):
+                elif fits and self._make_room(copy.nbytes if copy is not None else chunk.nbytes, protected):
                     self._chunks[key] = copy if copy is not None else _private_copy(chunk)
                     self._bytes += chunk.nbytes
                     protected.add(key)
@@ -510,7 +515,7 @@ class MemoryKVCacheContext(AsyncKVCacheContext):
         check_kv(kv, ids, self._geometry, kind)
         size = self.chunk_size
         chunks = [kv.narrow(2, start, size) for start in range(0, len(ids) - size + 1, size)]
-        return self._cache.put(self.model_name, tokens, chunks, cache_salt, kind)
+        return self._cache.put(self.model_name, tokens, chunks, cache_salt, kind, whole=True)
 
     async def _run(self, timeout: float | None, fn: Callable[..., T], *args: Any) -> T:
         seconds = self.timeout if timeout is None else check_timeout(timeout)
