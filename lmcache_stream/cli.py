@@ -6,21 +6,29 @@ import argparse
 import importlib
 import sys
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = ["main"]
 
+Command: TypeAlias = tuple[str, str] | dict[str, "Command"]
+
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
-# A command is a module with `add_arguments(parser)` and `run(options)`; it is imported when it is named.
-COMMANDS = {
+# A command is a module with `add_arguments(parser)` and `run(options)`, imported when it is named; or it has commands.
+COMMANDS: dict[str, Command] = {
     "demo": ("lmcache_stream.bench.demo", "answer questions with all of the KV and with half of it, side by side"),
     "up": ("lmcache_stream.serving.up", "start an LMCache server and a vLLM that fit together"),
     "doctor": ("lmcache_stream.serving.doctor", "check a vLLM and its LMCache server, and say what to change"),
+    "bench": {
+        "serve": ("lmcache_stream.bench.serve", "prefill, modify and decode many prompts, in vllm bench serve's terms"),
+        "quality": ("lmcache_stream.bench.quality", "measure what editors keep of a model's answers"),
+        "compare": ("lmcache_stream.bench.compare", "put two result files side by side, with ratios and intervals"),
+    },
 }
+SUMMARIES = {"bench": "measure speed and quality, and compare results"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,20 +62,37 @@ def _run(arguments: list[str]) -> int:
 
 
 def _parser(arguments: list[str]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="lmcache-stream",
         description="Take a request's KV cache out between prefill and decode, drop or edit tokens, put it back.",
         epilog="lmcache-stream COMMAND --help tells what a command takes.",
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {_version()}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name, (module, summary) in COMMANDS.items():
-        command = commands.add_parser(name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter)
-        if name in arguments:
-            loaded = importlib.import_module(module)
-            loaded.add_arguments(command)
-            command.set_defaults(run=loaded.run)
+    _add_commands(parser, COMMANDS, arguments)
     return parser
+
+
+def _add_commands(parser: argparse.ArgumentParser, commands: dict[str, Command], arguments: list[str]) -> None:
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, command in commands.items():
+        summary = command[1] if isinstance(command, tuple) else SUMMARIES[name]
+        subparser = subparsers.add_parser(name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter)
+        if name not in arguments:
+            continue
+        if isinstance(command, dict):
+            subparser.description = summary.capitalize() + "."
+            _add_commands(subparser, command, arguments)
+        else:
+            loaded = importlib.import_module(command[0])
+            loaded.add_arguments(subparser)
+            subparser.set_defaults(run=loaded.run)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong with the arguments in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(USAGE, f"{self.prog}: {message}; {self.prog} --help tells what it takes\n")
 
 
 def _version() -> str:

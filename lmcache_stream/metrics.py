@@ -214,7 +214,7 @@ class Metrics:
         """
         out = sys.stdout if file is None else file
         if self.fmt == "json":
-            out.write(json.dumps(self.to_dict(), indent=2) + "\n")
+            out.write(json.dumps(_finite(self.to_dict()), indent=2, allow_nan=False) + "\n")
         else:
             # Decided here, not by FORCE_COLOR: Jupyter sets that for output that no terminal shows.
             console = Console(
@@ -405,6 +405,13 @@ def _show(value: Value) -> str:
     if isinstance(value, float):
         return f"{value:,.2f}" if abs(value) >= 100 else f"{value:.4f}"
     return f"{value:,}" if isinstance(value, int) else _printable(value)
+
+
+def _finite(value: object) -> object:
+    """`value` with null for what JSON cannot say: infinity and not-a-number."""
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _printable(text: str) -> str:

@@ -279,3 +279,11 @@ class TestPhases:
         assert max(map(len, emitted(phase([], 1.0, num_streams=0, width=60)).splitlines())) == 60
         with pytest.raises(UsageError):
             phase([], 1.0, num_streams=0, fmt="xml")
+
+
+def test_json_knows_no_infinity() -> None:
+    metrics = Metrics("odd", fmt="json")
+    metrics.add_section("results", "Results").add("a", "A", float("inf")).add("b", "B", float("nan")).add("c", "C", 1.5)
+    out = io.StringIO()
+    metrics.emit(out)
+    assert json.loads(out.getvalue())["metrics"]["results"] == {"a": None, "b": None, "c": 1.5}

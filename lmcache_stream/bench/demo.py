@@ -108,15 +108,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Run `lmcache-stream demo`: everything that can be wrong with the options is found before the work begins."""
     prompts = read_prompts(options.prompts) if options.prompts else shipped_prompts()
-    if options.json is not None and not options.json.absolute().parent.is_dir():
-        raise UsageError(f"cannot write {options.json}: there is no such folder")
+    if options.json is not None and (options.json.is_dir() or not options.json.absolute().parent.is_dir()):
+        raise UsageError(f"cannot write {options.json}: --json takes a file in a folder that exists")
     if options.model is not None and not options.model.is_dir():
         raise UsageError(f"{options.model} is no folder: --model takes a folder with config.json and the weights")
     editor = _editor(options.editor, options.keep)
     report = asyncio.run(run_demo(_place(options), prompts, editor, options.max_tokens))
-    show(report, prompts, f"{options.editor}, keep {options.keep}")
     if options.json is not None:
         options.json.write_text(json.dumps(report.to_dict(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    show(report, prompts, f"{options.editor}, keep {options.keep}")
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,14 @@ async def run_demo(
     async with place as at:
         _say(f"Asking {at.cache.model_name} at {at.engine.base_url}, {len(prompts)} prompts.")
         full, edited = AsyncBatchedStream(), AsyncBatchedStream()
-        edited.extend(AsyncLMCacheStream(at.cache, at.engine, prompt.token_ids(at.tokenizer)) for prompt in prompts)
+        for number, prompt in enumerate(prompts, 1):
+            token_ids = prompt.token_ids(at.tokenizer)
+            if len(token_ids) < at.cache.chunk_size:
+                raise UsageError(
+                    f"prompt {number} has {len(token_ids)} tokens, and KV is cached in chunks of "
+                    f"{at.cache.chunk_size}: take longer prompts"
+                )
+            edited.add(AsyncLMCacheStream(at.cache, at.engine, token_ids))
         prefill = await edited.prefill(greedy, width=WIDTH)
         full.extend([await stream.fork() for stream in edited])
         modify = await edited.modify(editor, width=WIDTH)

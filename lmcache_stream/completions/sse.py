@@ -173,7 +173,7 @@ class CompletionDecoder:
             return tokens
         try:
             for event in self._splitter.feed(data):
-                if event == b"[DONE]":
+                if event.startswith(b"[DONE]"):
                     self.ended = True
                     break
                 try:
