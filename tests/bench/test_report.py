@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+import html.parser
+import io
+import json
+import re
+import shutil
+import subprocess
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmcache_stream.bench.report import render_report, tables
+from lmcache_stream.bench.svg import Series, line_chart
+from tests.bench.test_result import RECORDED, TestEditedRuns, about, finished, options, trace
+
+CHROMIUM = Path("/usr/bin/chromium")
+EXTERNAL = re.compile(r"(?i)<(script|link|img|iframe|object|embed|base)\b|@import|url\(|\b(src|href|srcset)\s*=")
+
+
+def edited() -> dict[str, Any]:
+    return TestEditedRuns().build()
+
+
+def plain(**given: Any) -> dict[str, Any]:
+    from lmcache_stream.bench.records import GENERATE, PhaseRecord
+    from lmcache_stream.bench.result import build_result
+
+    return build_result(about(options(**given), 40), finished(trace(40), PhaseRecord(GENERATE, "generate", 4.0)))
+
+
+class Balanced(html.parser.HTMLParser):
+    """Fails where a tag is not closed in its order."""
+
+    VOID = frozenset({"meta"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+        self.text: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def parsed(page: str) -> Balanced:
+    parser = Balanced()
+    parser.feed(page)
+    parser.close()
+    assert parser.open == []
+    return parser
+
+
+class TestPage:
+    @pytest.mark.parametrize("result", [plain(), edited()], ids=["plain", "edited"])
+    def test_is_whole_and_needs_nothing_from_elsewhere(self, result: dict[str, Any]) -> None:
+        page = render_report([("x.json", result)])
+        assert not EXTERNAL.search(page)
+        assert "http" not in page
+        assert "nan" not in page
+        seen = parsed(page).seen
+        assert seen.count("svg") >= 4
+        assert seen.count("polyline") >= seen.count("svg")
+
+    def test_has_a_chart_of_each_distribution(self) -> None:
+        text = " ".join(parsed(render_report([("x.json", edited())])).text)
+        for title in (
+            *("Time to first token", "Time per output token", "Inter-token latency, by event"),
+            *("Time of an edit", "Throughput over time", "Time to first token of the prefill"),
+        ):
+            assert title in text
+        assert "knorm:keep=0.5" in text
+        assert "baseline" in text
+
+    def test_quality_stands_beside_where_it_was_measured(self) -> None:
+        page = render_report([("x.json", edited())], [("knorm", 0.5, 0.8), ("keydiff", 0.25, 0.7)])
+        assert "Quality by kept ratio" in page
+        assert page.count("<circle") == 2
+        assert "Quality by kept ratio" not in render_report([("x.json", edited())])
+
+    def test_two_results_are_told_apart(self) -> None:
+        page = render_report([("a.json", plain()), ("b.json", edited()), ("c.json", json.loads(RECORDED.read_text()))])
+        text = parsed(page).text
+        assert "A: generate" in text
+        assert "B: knorm:keep=0.5" in text
+        assert any("c.json" in part for part in text)
+
+    def test_names_are_no_markup(self) -> None:
+        result = plain()
+        result["model_id"] = "<script>alert(1)</script>"
+        result["lmcache_stream"]["run"] = "<b>"
+        page = render_report([("<i>.json", result)])
+        assert not {"script", "b", "i"} & set(parsed(page).seen)
+
+    def test_of_an_empty_run(self) -> None:
+        from lmcache_stream.bench.records import Ledger
+        from lmcache_stream.bench.result import build_result
+
+        parsed(render_report([("x.json", build_result(about(options(), 0), Ledger()))]))
+
+    @pytest.mark.skipif(not CHROMIUM.exists(), reason="needs /usr/bin/chromium")
+    def test_a_browser_shows_it(self, tmp_path: Path) -> None:
+        page = tmp_path / "report.html"
+        page.write_text(render_report([("x.json", edited())]))
+        command = [
+            str(CHROMIUM),
+            "--headless",
+            "--no-sandbox",
+            f"--user-data-dir={tmp_path / 'profile'}",
+        ]
+        done = subprocess.run(
+            [*command, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=120, check=True
+        )
+        assert done.stdout.count("<svg") == page.read_text().count("<svg")
+        shot = tmp_path / "report.png"
+        subprocess.run(
+            [*command, f"--screenshot={shot}", "--window-size=1200,1600", page.as_uri()],
+            capture_output=True,
+            timeout=120,
+            check=True,
+        )
+        assert shot.stat().st_size > 20_000
+        shutil.rmtree(tmp_path / "profile", ignore_errors=True)
+
+
+class TestChart:
+    def test_is_wellformed_and_inside_its_frame(self) -> None:
+        points = [(float(x), (x - 3.0) ** 2 * 1e5) for x in range(9)]
+        root = ElementTree.fromstring(line_chart("a < b", "x & y", "y", [Series("one", points)]))
+        width, height = map(float, root.attrib["viewBox"].split()[2:])
+        (line,) = root.iter("polyline")
+        places = [tuple(map(float, pair.split(","))) for pair in line.attrib["points"].split()]
+        assert len(places) == 9
+        assert all(0 <= x <= width and 0 <= y <= height for x, y in places)
+        assert min(places, key=lambda place: place[1])[0] == max(x for x, _ in places)
+
+    @pytest.mark.parametrize("points", [[(0.0, 0.0)], [(5.0, 5.0)] * 3, [(1e-9, 1e9), (2e-9, 1e-9)], [(-3.0, -7.0)]])
+    def test_odd_ranges(self, points: list[tuple[float, float]]) -> None:
+        ElementTree.fromstring(line_chart("t", "x", "y", [Series("one", points)]))
+
+    def test_nothing_to_draw(self) -> None:
+        assert line_chart("t", "x", "y", []) == ""
+        assert line_chart("t", "x", "y", [Series("one", [(float("nan"), 1.0), (1.0, float("inf"))])]) == ""
+
+
+class TestTables:
+    def shown(self, result: dict[str, Any]) -> str:
+        out = io.StringIO()
+        for table in tables(result):
+            table.emit(out)
+        return out.getvalue()
+
+    def test_of_a_plain_run(self) -> None:
+        result = plain(goodput={"ttft": 100.0}, metric_percentiles="50,99.9")
+        shown = self.shown(result)
+        assert "Serving benchmark: generate" in shown
+        assert "Goodput" in shown
+        assert f"{result['p99.9_ttft_ms']:.2f}" in shown
+        assert "All runs" not in shown
+
+    def test_of_edited_runs(self) -> None:
+        shown = self.shown(edited())
+        assert "Kept ratio" in shown
+        assert "0.6667" in shown
+        assert re.search(r"Over the baseline\s*│\s*1.3333", shown)
+        assert re.search(r"with edit time\s*│\s*1.0000", shown)
