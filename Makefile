@@ -17,7 +17,7 @@ SMOLLM2 = $$($(BIN)/python -c 'from lmcache_stream.engine import ensure_smollm2;
 # Threads that wait for work should not take the core from others on a busy machine.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: run test check real test-real test-real-all clean
+.PHONY: run test check quality real test-real test-real-all clean
 
 run: $(STAMP)
 	$(BIN)/lmcache-stream demo
@@ -30,6 +30,13 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# What editors keep of a model's answers; hours, and goes on where it was stopped. One thread: two only wait for each other.
+quality: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/lmcache-stream bench quality --texts auto --continuation true --prompt-tokens 640 \
+	  --keep 0.5 --keep 0.25 --keep 0.1 --scope shared --scope layer --scope head \
+	  --editor random --editor streaming-llm --editor snapkv --editor keydiff \
+	  --json benchmarks/quality.json --plot benchmarks/quality.png
 
 # The same job against a real vLLM and a real LMCache server, on the CPU.
 real: $(STAMP) $(REAL_STAMP)
