@@ -18,7 +18,7 @@ import lmcache_stream.stream as lmc_stream
 from lmcache_stream.bench.prompts import shipped_prompts
 from lmcache_stream.editors import StreamingLLM
 from lmcache_stream.engine import EmbeddedEngine, ensure_smollm2
-from lmcache_stream.stream import PostCompletion, TokenEvent
+from lmcache_stream.types import Completion, PostCompletion, TokenEvent, Usage
 
 CACHE = "memory://sync-example"
 
@@ -31,24 +31,37 @@ def completions_at(base_url: str, model: str) -> PostCompletion:
 
     def post_completion(
         prompt_token_ids: list[int], sampling_params: Mapping[str, Any], cache_salt: str
-    ) -> Iterator[TokenEvent]:
+    ) -> Iterator[TokenEvent | Completion]:
         body = {
             "model": model,
             "prompt": prompt_token_ids,
             "stream": True,
             "return_token_ids": True,
+            "stream_options": {"include_usage": True},
             **sampling_params,
             **({"cache_salt": cache_salt} if cache_salt else {}),  # without it, the engine never sees the edit
         }
         request = urllib.request.Request(
             f"{base_url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
+        finish_reason, usage = None, None
         with urllib.request.urlopen(request, timeout=60) as response:
             for line in response:
                 if line.startswith(b"data: {"):
-                    yield from events_of(json.loads(line.removeprefix(b"data: ")))
+                    message = json.loads(line.removeprefix(b"data: "))
+                    yield from events_of(message)
+                    for choice in message["choices"]:
+                        finish_reason = choice["finish_reason"] or finish_reason
+                    usage = message.get("usage") or usage
+        yield Completion(finish_reason, usage=usage and usage_of(usage))
 
     return post_completion
+
+
+def usage_of(usage: dict[str, Any]) -> Usage:
+    """What the engine counted; `cached_tokens` shows that it took an edit from the cache."""
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+    return Usage(usage["prompt_tokens"], usage["completion_tokens"], cached)
 
 
 def events_of(message: dict[str, Any]) -> Iterator[TokenEvent]:
