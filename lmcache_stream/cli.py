@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, NoReturn, TypeAlias
@@ -42,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         standard error. `--help`, `--version` and arguments that do not parse end in `SystemExit`.
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
+    # Threads of torch that wait for work should not take the cores from others; torch reads it when it is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         return _run(arguments)
     except KeyboardInterrupt:
@@ -103,8 +106,10 @@ def _version() -> str:
 
 
 def _end(reason: object, code: int) -> int:
-    line = " ".join(str(reason).split()) or type(reason).__name__
-    sys.stderr.write(f"lmcache-stream: {line}\n")
+    said = str(reason).strip()
+    if "\n  " not in said:  # indented lines are commands to copy
+        said = " ".join(said.split())
+    sys.stderr.write(f"lmcache-stream: {said or type(reason).__name__}\n")
     return code
 
 

@@ -554,7 +554,7 @@ class AsyncLMCacheStream(StreamFace):
                         wanted=wanted,
                     )
 
-    async def _edit(self, fn: ModifyFn | Editor, kv: torch.Tensor, tokens: list[int]) -> Edit | None:
+    async def _edit(self, fn: Any, kv: torch.Tensor, tokens: list[int]) -> Edit | None:
         if isinstance(fn, Editor):
             queries = None
             if "queries" in fn.needs:
@@ -571,6 +571,10 @@ class AsyncLMCacheStream(StreamFace):
             if not isinstance(edit, Edit):
                 raise UsageError(f"{type(fn).__name__}.edit must return an Edit, not {type(edit).__name__}")
             return None if edit.kv is kv and edit.tokens == given.tokens else edit
+        if not callable(fn) or isinstance(fn, type):
+            raise UsageError(
+                f"modify_kv takes an Editor, such as StreamingLLM(keep=0.5), or a function fn(kv, tokens), not {fn!r}"
+            )
         result = await call(fn, kv, tokens.copy())
         if result is None:
             return None

