@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -146,3 +147,83 @@ async def test_in_a_kernel(document: str, environment: dict[str, str]) -> None:
     await client.async_execute(env=environment)
     shown = "".join(output.get("text", "") for cell in notebook.cells for output in cell.outputs)
     assert ("Output throughput" in shown) == (document == "batch.md")
+
+
+# The documented addresses, in a network of the script's own, where their ports are free.
+CACHE_SERVER = """
+import asyncio
+import fcntl
+import json
+import socket
+import struct
+import threading
+from pathlib import Path
+
+import torch
+
+from lmcache_stream.geometry import KVGeometry
+from lmcache_stream.kvcache import connect
+from lmcache_stream.testing.fake_cache_server import FakeCacheServer
+
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as loopback:
+    fcntl.ioctl(loopback, 0x8914, struct.pack("16sh14x", b"lo", 0x1 | 0x40))  # SIOCSIFFLAGS: up and running
+
+model = "Qwen/Qwen3-8B"
+config = {"model_type": "qwen3", "num_hidden_layers": 3, "hidden_size": 8, "num_attention_heads": 2,
+          "num_key_value_heads": 2, "head_dim": 4, "torch_dtype": "float32", "rope_theta": 10000.0,
+          "max_position_embeddings": 512}
+Path(model).mkdir(parents=True)
+Path(model, "config.json").write_text(json.dumps(config))
+server = FakeCacheServer(chunk_size=8).start()
+server.serve(model, KVGeometry(num_layers=3, num_kv_heads=2, head_dim=4, dtype=torch.float32, block_size=4))
+
+
+def forward(port, to):
+    async def pipe(reader, writer):
+        while data := await reader.read(65536):
+            writer.write(data)
+        writer.close()
+
+    async def accept(reader, writer):
+        other_reader, other_writer = await asyncio.open_connection("127.0.0.1", to)
+        await asyncio.gather(pipe(reader, other_writer), pipe(other_reader, writer), return_exceptions=True)
+
+    async def main():
+        server = await asyncio.start_server(accept, "localhost", port)
+        ready.set()
+        await server.serve_forever()
+
+    ready = threading.Event()
+    threading.Thread(target=asyncio.run, args=(main(),), daemon=True).start()
+    ready.wait(10)
+
+
+forward(5555, int(server.url.rsplit(":", 1)[1]))
+forward(8080, int(server.http_url.rsplit(":", 1)[1]))
+tokens, toks = list(range(20)), list(range(100, 116))
+cached = torch.arange(2 * 3 * 16 * 8, dtype=torch.float32).view(2, 3, 16, 8)
+with connect(server.url, server.http_url, model, geometry=KVGeometry.from_config(Path(model))) as first:
+    assert first.store(cached, tokens[:16])
+"""
+
+
+@pytest.mark.skipif(
+    subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False).returncode != 0
+    if shutil.which("unshare")
+    else True,
+    reason="no network namespaces here",
+)
+def test_the_documented_cache_snippet_at_the_documented_addresses(tmp_path: Path) -> None:
+    (snippet,) = snippets("kvcache.md")
+    script = tmp_path / "script.py"
+    checks = "assert torch.equal(kv, cached)\nassert ok is True\nserver.stop()\n"
+    script.write_text("\n".join([CACHE_SERVER, snippet.replace("lmcache.sdk", "lmcache_stream"), checks]))
+    done = subprocess.run(
+        ["unshare", "--net", sys.executable, script],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
