@@ -195,7 +195,7 @@ class MPKVCacheContext(AsyncKVCacheContext):
         async def work(errand: Errand) -> Tensor | None:
             return await self._fetch(errand, ids, salt, kind, self._copy_out)
 
-        return await self._one_at_a_time(work, ("retrieve", kind, salt, ids), timeout)
+        return await self._one_at_a_time(work, (kind, salt, ids), timeout)
 
     async def retrieve_stored(
         self, tokens: Sequence[int], cache_salt: str = "", *, timeout: float | None = None
@@ -212,7 +212,7 @@ class MPKVCacheContext(AsyncKVCacheContext):
         async def work(errand: Errand) -> list[list[Tensor]] | None:
             return await self._fetch(errand, ids, salt, CacheKind.KV, copy)
 
-        return await self._one_at_a_time(work, ("retrieve", CacheKind.KV, salt, ids), timeout)
+        return await self._one_at_a_time(work, (CacheKind.KV, salt, ids), timeout)
 
     async def put(
         self,
@@ -252,7 +252,7 @@ class MPKVCacheContext(AsyncKVCacheContext):
             errand.before_leaving = source.keep
             return await self._store(errand, source, ids, salt, kind, codec, dtype)
 
-        return await self._one_at_a_time(work, ("put", kind, salt, ids), timeout)
+        return await self._one_at_a_time(work, (kind, salt, ids), timeout)
 
     async def lookup(
         self,

@@ -5,14 +5,16 @@ from __future__ import annotations
 import io
 import pickle
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from lmcache_stream.errors import CacheProtocolError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
 
@@ -43,6 +45,13 @@ def load_tensors(data: bytes | memoryview) -> list[Tensor]:
     return tensors
 
 
+@dataclass(frozen=True, slots=True)
+class _StorageKind:
+    """What stands for a storage class of torch; the class itself never comes into a pickle's hands."""
+
+    dtype: torch.dtype | None
+
+
 class _Storage:
     """The bytes of a storage, and their dtype if it knows it."""
 
@@ -58,10 +67,9 @@ def _load_storage(data: bytes) -> _Storage:
         _NothingUnpickler(stream).load()
     kind = _StorageUnpickler(stream).load()
     keys = _NothingUnpickler(stream).load()
-    if not isinstance(kind, type) or not isinstance(keys, list) or len(keys) != 1:
+    if not isinstance(kind, _StorageKind) or not isinstance(keys, list) or len(keys) != 1:
         raise CacheProtocolError("the cache server sent a tensor without a storage")
-    dtype = getattr(kind, "_dtype", None)
-    return _Storage(memoryview(data)[stream.tell() + 8 :], dtype if isinstance(dtype, torch.dtype) else None)
+    return _Storage(memoryview(data)[stream.tell() + 8 :], kind.dtype)
 
 
 def _rebuild_typed(storage: Any, offset: int, size: Any, stride: Any, *_: Any) -> Tensor:
@@ -89,7 +97,40 @@ _ALLOWED: dict[tuple[str, str], Callable[..., Any]] = {
 }
 
 
-class _NothingUnpickler(pickle.Unpickler):
+# What pickles of tensors are made of. BUILD and the like are not: they set attributes, so that a pickle could change
+# functions and classes that it gets hold of.
+_OPCODES = (
+    *(
+        "PROTO",
+        "FRAME",
+        "STOP",
+        "MARK",
+        "NONE",
+        "NEWTRUE",
+        "NEWFALSE",
+        "BININT",
+        "BININT1",
+        "BININT2",
+        "LONG1",
+        "BINFLOAT",
+    ),
+    *("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8"),
+    *("EMPTY_LIST", "APPEND", "APPENDS", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
+    *("EMPTY_DICT", "SETITEM", "SETITEMS", "GLOBAL", "STACK_GLOBAL", "REDUCE", "BINPERSID"),
+    *("BINPUT", "LONG_BINPUT", "MEMOIZE", "BINGET", "LONG_BINGET"),
+)
+
+
+class _NothingUnpickler(pickle._Unpickler):
+    """Knows no name at all, and only the opcodes of tensors.
+
+    It is the unpickler written in Python: that of C can be kept from no opcode, and reserves memory for any memo index.
+    """
+
+    dispatch: ClassVar[dict[int, Callable[[pickle.Unpickler], None]]] = {
+        getattr(pickle, name)[0]: pickle._Unpickler.dispatch[getattr(pickle, name)[0]] for name in _OPCODES
+    }
+
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         raise CacheProtocolError(f"the cache server sent a pickle that wants {module_name}.{global_name}")
 
@@ -101,7 +142,8 @@ class _StorageUnpickler(_NothingUnpickler):
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         kind = getattr(torch, global_name, None) if module_name in ("torch", "torch.storage") else None
         if isinstance(kind, type) and issubclass(kind, torch.storage.TypedStorage | torch.UntypedStorage):
-            return kind
+            dtype = getattr(kind, "_dtype", None)
+            return _StorageKind(dtype if isinstance(dtype, torch.dtype) else None)
         return super().find_class(module_name, global_name)
 
     def persistent_load(self, pid: Any, /) -> Any:

@@ -631,3 +631,14 @@ class TestConnecting:
                 shm_server.url, http_url=shm_server.http_url, model_name=MODEL, geometry=GEOMETRY, timeout=1
             )
         assert shm_server.clients == []
+
+
+async def test_a_store_of_what_is_there_and_retrieves_of_it_leave_no_lock(server: FakeCacheServer) -> None:
+    """A store reads what it finds, and the server takes two reads of equal keys for one."""
+    kv = torch.randn(2, 3, len(TOKENS), 8)
+    async with opened(server) as ctx:
+        await ctx.put(kv, TOKENS)
+        for _ in range(5):
+            await asyncio.gather(ctx.retrieve(TOKENS), ctx.put(torch.randn_like(kv), TOKENS), ctx.retrieve(TOKENS))
+            assert server.held == {}
+        assert torch.equal(await ctx.retrieve(TOKENS), kv)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmcache_stream.errors import CacheProtocolError
-from lmcache_stream.kvcache.mp.pickles import dump_tensors, load_tensors
+from lmcache_stream.kvcache.mp.pickles import _rebuild_typed, dump_tensors, load_tensors
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2]
 
@@ -116,3 +116,40 @@ def test_a_flipped_byte_is_read_or_refused(data: st.DataObject) -> None:
     except CacheProtocolError:
         return
     assert all(isinstance(tensor, torch.Tensor) for tensor in tensors)
+
+
+def _text(word: str) -> bytes:
+    return b"\x8c" + bytes([len(word)]) + word.encode()
+
+
+def _sets_an_attribute(of: bytes) -> bytes:
+    """A pickle that takes a name and builds `(None, {"nbytes": None})` onto it."""
+    return b"\x80\x04" + of + b"\x93N}" + _text("nbytes") + b"Ns\x86b."
+
+
+def test_no_pickle_changes_what_it_names() -> None:
+    before = torch.UntypedStorage.nbytes, dict(vars(_rebuild_typed))
+    inner = (
+        b"\x80\x04N." * 3 + _sets_an_attribute(_text("torch") + _text("UntypedStorage")) + b"\x80\x04]Na." + b"\0" * 8
+    )
+    names = _text("torch.storage") + _text("_load_from_bytes")
+    for data in (
+        b"\x80\x04" + names + b"\x93B" + len(inner).to_bytes(4, "little") + inner + b"\x85R0].",
+        _sets_an_attribute(_text("torch._utils") + _text("_rebuild_tensor_v2")),
+        _sets_an_attribute(_text("torch") + _text("float32")),
+    ):
+        with pytest.raises(CacheProtocolError):
+            load_tensors(data)
+    assert (torch.UntypedStorage.nbytes, dict(vars(_rebuild_typed))) == before
+
+
+def test_no_pickle_makes_a_storage_of_any_size() -> None:
+    size = b"\x8a\x06" + (1 << 44).to_bytes(6, "little")
+    inner = b"\x80\x04N." * 3 + b"\x80\x04" + _text("torch") + _text("UntypedStorage") + b"\x93" + size + b"\x85R."
+    names = _text("torch.storage") + _text("_load_from_bytes")
+    with pytest.raises(CacheProtocolError):
+        load_tensors(b"\x80\x04" + names + b"\x93B" + len(inner).to_bytes(4, "little") + inner + b"\x85R0].")
+
+
+def test_a_far_memo_index_costs_nothing() -> None:
+    assert load_tensors(b"\x80\x04]r" + (1 << 31).to_bytes(4, "little") + b".") == []
