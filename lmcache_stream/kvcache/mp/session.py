@@ -236,10 +236,11 @@ class Session:
             raise CacheError("the cache lost chunks between their lookup and their retrieval: try again")
         return prepared
 
-    async def commit_retrieve(self, rank: int) -> None:
+    async def commit_retrieve(self, rank: int, *, timeout: float | None = None) -> None:
         """Say that the chunks of `rank` have been read: it unlocks them."""
         key, client = self._prepared[rank]
-        timeout = max(self._errand.remaining, CLEAN_UP)
+        if timeout is None:
+            timeout = max(self._errand.remaining, CLEAN_UP)
         await self._transport.call(COMMIT_RETRIEVE, key, client.instance_id, timeout=timeout, lane=self._lane)
         self._unlocked(rank)
 
@@ -331,7 +332,10 @@ class Session:
         for rank in list(self._prepared):
             # Whether the server has prepared is not known: after a commit that is answered, the locks are gone.
             with _tolerant("commit_retrieve"):
-                await self.commit_retrieve(rank)
+                if await self._forgotten(self._prepared[rank][1]):
+                    self._unlocked(rank)  # a server that does not know us holds nothing for us, and would not answer
+                else:
+                    await self.commit_retrieve(rank, timeout=CLEAN_UP)
         if self._locked and self._hit != 0:
             whole = len(self._locked) == self._world_size
             for locked in [None] if whole else sorted(self._locked):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import threading
@@ -642,3 +643,18 @@ async def test_a_store_of_what_is_there_and_retrieves_of_it_leave_no_lock(server
             await asyncio.gather(ctx.retrieve(TOKENS), ctx.put(torch.randn_like(kv), TOKENS), ctx.retrieve(TOKENS))
             assert server.held == {}
         assert torch.equal(await ctx.retrieve(TOKENS), kv)
+
+
+async def test_a_restart_while_a_retrieve_ends_does_not_block_the_next(shm_server: FakeCacheServer) -> None:
+    async with opened(shm_server, timeout=60.0) as ctx:
+        await ctx.put(torch.randn(2, 3, len(TOKENS), 8), TOKENS)
+        fault = shm_server.fault(wire.COMMIT_RETRIEVE, "hold")
+        call = asyncio.create_task(ctx.retrieve(TOKENS))
+        assert await asyncio.to_thread(fault.struck.wait, 10)
+        shm_server.restart()
+        fault.release()
+        with contextlib.suppress(CacheError):
+            await call
+        async with asyncio.timeout(10):
+            assert await ctx.retrieve(TOKENS) is None
+    assert shm_server.held == {}
