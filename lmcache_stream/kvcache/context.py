@@ -373,8 +373,10 @@ def check_cache_salt(cache_salt: str) -> str:
         raise UsageError(f"cache_salt must be a string, not {type(cache_salt).__name__}")
     if len(cache_salt) > MAX_CACHE_SALT:
         raise UsageError(f"cache_salt must have at most {MAX_CACHE_SALT} characters, not {len(cache_salt)}")
-    if bad := [c for c in cache_salt if c in "@/\\\0"]:
-        raise UsageError(f"cache_salt must not contain {bad[0]!r}: use none of '@', '/', '\\\\' and NUL")
+    if bad := [c for c in cache_salt if c in "@/\\\0" or "\ud800" <= c <= "\udfff"]:
+        raise UsageError(
+            f"cache_salt must not contain {bad[0]!r}: use none of '@', '/', '\\\\', NUL and lone surrogates"
+        )
     return cache_salt
 
 

@@ -622,6 +622,7 @@ class MPKVCacheContext(AsyncKVCacheContext):
         prepared: list[StoreSlots] = []
         pools: list[Pool | None] = []
         failure: Exception | None = None
+        errand.check()  # from here on, something may be left unfinished
         client.unfinished += 1
         for rank in range(self._world_size):
             try:

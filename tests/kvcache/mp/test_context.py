@@ -658,3 +658,13 @@ async def test_a_restart_while_a_retrieve_ends_does_not_block_the_next(shm_serve
         async with asyncio.timeout(10):
             assert await ctx.retrieve(TOKENS) is None
     assert shm_server.held == {}
+
+
+async def test_a_store_that_never_began_leaves_no_registration(server: FakeCacheServer) -> None:
+    async with opened(server) as ctx:
+        with pytest.raises(CacheTimeout):
+            await ctx.put(torch.randn(2, 3, len(TOKENS), 8), TOKENS, timeout=0)
+        with pytest.raises(UsageError, match="surrogates"):
+            await ctx.put(torch.randn(2, 3, len(TOKENS), 8), TOKENS, "\ud800")
+    assert server.clients == []
+    assert server.held == {}
