@@ -151,13 +151,14 @@ async def served(base_url: str, kv_url: str, kv_http_url: str, model: Path | Non
         UsageError: The model that they serve is no folder on this machine, and `model` does not name one.
     """
     from lmcache_stream.completions import CompletionsClient
+    from lmcache_stream.engine.model import load_tokenizer
     from lmcache_stream.kvcache import aconnect
 
     async with CompletionsClient(base_url) as client, aconnect(kv_url, kv_http_url, probe=client) as cache:
         folder = model or Path(cache.model_name)
         if not folder.is_dir():
             raise UsageError(f"the tokenizer of {cache.model_name} is not here: --model takes the model's folder")
-        yield Place(client, cache, await asyncio.to_thread(_tokenizer, folder))
+        yield Place(client, cache, await asyncio.to_thread(load_tokenizer, folder))
 
 
 async def run_demo(
@@ -250,14 +251,6 @@ def _place(options: argparse.Namespace, editor: Editor) -> AbstractAsyncContextM
     if any(urls):
         raise UsageError("--base-url, --kv-url and --kv-http-url go together: give all three, or none")
     return embedded(options.model or _smollm2(), queries="queries" in editor.needs)
-
-
-def _tokenizer(folder: Path) -> Any:
-    try:
-        from transformers import AutoTokenizer
-    except ImportError:
-        raise UsageError("a tokenizer needs transformers: pip install 'lmcache-stream[engine]'") from None
-    return AutoTokenizer.from_pretrained(folder)
 
 
 def _smollm2() -> Path:
