@@ -160,9 +160,12 @@ class Engine:
 
 @asynccontextmanager
 async def stack(
-    model: str, *, server: dict[str, Any] | None = None, **engine: Any
+    model: str, *, server: dict[str, Any] | None = None, left: dict[str, int] | None = None, **engine: Any
 ) -> AsyncIterator[tuple[DoctorOptions, FakeCacheServer]]:
-    """A cache server and an engine over it; what doctor is to be told, and the cache server."""
+    """A cache server and an engine over it; what doctor is to be told, and the cache server.
+
+    `left` is what the cache server still holds when both have ended: nothing, unless a fault makes it so.
+    """
     given: dict[str, Any] = {"chunk_size": CHUNK, "pool_bytes": 64 << 20, **(server or {})}
     with FakeCacheServer(**given) as cache_server:
         geometry = geometry_of(model)
@@ -170,13 +173,16 @@ async def stack(
         cache = await open_context(
             cache_server.url, http_url=cache_server.http_url, model_name=model, geometry=geometry
         )
-        async with cache, Engine(model=model, cache=cache, geometry=geometry, **engine) as running:
-            yield (
-                DoctorOptions(
-                    base_url=running.base_url, kv_url=cache_server.url, kv_http_url=cache_server.http_url, timeout=20
-                ),
-                cache_server,
-            )
+        async with cache:
+            async with Engine(model=model, cache=cache, geometry=geometry, **engine) as running:
+                yield (
+                    DoctorOptions(
+                        base_url=running.base_url, kv_url=cache_server.url, kv_http_url=cache_server.http_url, timeout=20
+                    ),
+                    cache_server,
+                )
+            # Not sooner: until it has ended, the engine's own stores hold something too.
+            assert cache_server.held == (left or {})
 
 
 async def examined(options: DoctorOptions) -> dict[str, Finding]:
@@ -206,7 +212,6 @@ class TestWhereAllIsWell:
             clients = server.clients
             found = await examined(options)
             assert the(found, "pass") == list(found)
-            assert server.held == {}
             assert server.clients == clients
             assert server.wrong_publications == server.wrong_unlocks == 0
         assert "0.99.0" in found["engine version"].detail
@@ -395,7 +400,7 @@ class TestTheCacheServer:
 
     async def test_on_which_something_is_left(self, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(doctor, "ANSWER", 0.3)
-        async with stack(model, offloads=False) as (options, server):
+        async with stack(model, offloads=False, left={"sessions": 1}) as (options, server):
             server.fault(END_SESSION, "ignore")
             found = await examined(options)
         assert the(found, "fail") == ["offload", "clean up"]
@@ -403,7 +408,7 @@ class TestTheCacheServer:
 
     async def test_whose_own_sessions_are_left(self, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(doctor, "ANSWER", 0.3)
-        async with stack(model) as (options, server):
+        async with stack(model, left={"sessions": 1}) as (options, server):
             status = server.status
             pulled = {"9": {"model_name": model, "world_size": 1}}
             monkeypatch.setattr(server, "status", lambda: {**status(), "cache_context_meta": pulled})
