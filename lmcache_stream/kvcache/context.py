@@ -422,9 +422,13 @@ def check_kv(
     Raises:
         UsageError: The shape or the dtype is not what it must be; the message names both.
     """
-    shape = getattr(kv, "shape", None)
-    if shape is None:
+    if not hasattr(kv, "layout"):
         raise UsageError(f"kv must be a torch.Tensor, not {type(kv).__name__}")
+    if str(kv.layout) != "torch.strided" or kv.is_meta:
+        raise UsageError(f"kv must be a dense tensor with values, not {kv.layout} on {kv.device.type}")
+    if not kv.dtype.is_floating_point and kv.element_size() != 1:
+        raise UsageError(f"{kind.value} must be of floating point (or the bytes of an 8-bit format), not {kv.dtype}")
+    shape = kv.shape
     if kind is CacheKind.QUERY:
         expected: list[int | str] = [1, "L", len(tokens), "Dq"]
     else:

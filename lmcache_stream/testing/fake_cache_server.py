@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["FakeCacheServer", "Fault", "FaultKind"]
 
 FaultKind = Literal[
-    "ignore", "lose", "hold", "duplicate", "garble", "wrong-operation", "few", "outside", "shape", "dtype"
+    "ignore", "lose", "hold", "duplicate", "garble", "wrong-operation", "few", "outside", "overlap", "shape", "dtype"
 ]
 
 UNWRITTEN = 0xA5
@@ -61,7 +61,8 @@ class Fault:
         kind: "ignore": the request is dropped. "lose": it is worked on, but not answered. "hold": it is worked on and
             answered at `release`. "duplicate": it is answered twice. "garble": the answer is no MessagePack.
             "wrong-operation": the answer names another operation. "few": a slot is missing. "outside", "shape",
-            "dtype": the slots named lie outside the pool, or have another shape or dtype.
+            "overlap", "shape", "dtype": the slots named lie outside the pool or on each other, or have another shape or
+            dtype.
         times: How many requests it befalls; more come through.
     """
 
@@ -383,7 +384,7 @@ class FakeCacheServer:
                 result = self._answer(operation, args)
             except _Refused:
                 return
-            if fault is not None and fault.kind in ("few", "outside", "shape", "dtype"):
+            if fault is not None and fault.kind in ("few", "outside", "overlap", "shape", "dtype"):
                 result = _spoil(result, fault.kind, self.pool_bytes)
         answer = [uid, operation_id] if result is None else [uid, operation_id, msgspec.msgpack.encode(result)]
         if fault is None:
@@ -642,6 +643,8 @@ def _spoil(result: Any, kind: str, pool_bytes: int) -> Any:
     for slot in result["context"].get("slots", ()):
         if kind == "outside":
             slot["offset"] = pool_bytes
+        elif kind == "overlap":
+            slot["offset"] = result["context"]["slots"][0]["offset"]
         elif kind == "shape":
             slot["shape"] = [*slot["shape"][:-1], slot["shape"][-1] // 2]
         elif kind == "dtype":

@@ -278,6 +278,33 @@ async def test_cancelled_a_hundred_times(server: RealCacheServer, ctx: MPKVCache
     assert same(await ctx.retrieve(tokens), kv)
 
 
+async def test_a_commit_whose_answer_is_lost(
+    server: RealCacheServer, ctx: MPKVCacheContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = ctx._transport.call
+    answers: list[Any] = []
+
+    async def losing(operation: wire.Operation[Any], *args: Any, **options: Any) -> Any:
+        answer = await call(operation, *args, **options)
+        if operation is wire.COMMIT_STORE:
+            answers.append(answer)
+            if len(answers) == 1:
+                raise CacheTimeout("lost")
+        return answer
+
+    monkeypatch.setattr(ctx._transport, "call", losing)
+    kv, tokens = made(4 * C)
+    if server.segment is not None:
+        assert await ctx.put(kv, tokens) == StoreOutcome(4, taken=4)
+        assert answers == [True, False]
+    else:
+        with pytest.raises(CacheTimeout, match="lost"):
+            await ctx.put(kv, tokens)
+        assert answers == [True]
+    assert server.held() == {}
+    assert same(await ctx.retrieve(tokens), kv)
+
+
 async def test_a_forgotten_registration(server: RealCacheServer, ctx: MPKVCacheContext) -> None:
     kv, tokens = made(4 * C)
     await ctx.put(kv, tokens)

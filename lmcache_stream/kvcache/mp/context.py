@@ -51,9 +51,9 @@ from lmcache_stream.kvcache.mp.discovery import (
     resolve_geometry,
 )
 from lmcache_stream.kvcache.mp.pickles import dump_tensors, load_tensors
-from lmcache_stream.kvcache.mp.pool import BufferPool, Lease, Pool
+from lmcache_stream.kvcache.mp.pool import BufferPool, Lease
 from lmcache_stream.kvcache.mp.probe import ProbeResult, probe
-from lmcache_stream.kvcache.mp.registry import Client, Layout, Registry
+from lmcache_stream.kvcache.mp.registry import Client, Layout, PoolView, Registry
 from lmcache_stream.kvcache.mp.session import AbandonedError, Errand, ForgottenError, Session, finish, run_errand
 from lmcache_stream.kvcache.mp.transport import open_transport
 from lmcache_stream.kvcache.mp.wire import GET_CHUNK_SIZE
@@ -81,6 +81,9 @@ CLOSE_TIMEOUT = 5.0
 
 TRUST = 1.0
 """Seconds for which a model once seen registered is taken to be so."""
+
+STORE_TRUST = 10.0
+"""The same before a store, which can do without."""
 
 
 class MPKVCacheContext(AsyncKVCacheContext):
@@ -121,6 +124,8 @@ class MPKVCacheContext(AsyncKVCacheContext):
         self._turns = asyncio.Semaphore(max(4, 2 * self._executor.lanes))
         self._lane = itertools.cycle(range(1, transport.lanes + 1))
         self._seen_served: dict[str, float] = {}
+        self._may_store: dict[str, float] = {}
+        self._written: dict[Hashable, set[asyncio.Future[None]]] = {}
         self._warned = False
         self._closing: asyncio.Task[None] | None = None
         if geometry is not None:
@@ -275,6 +280,7 @@ class MPKVCacheContext(AsyncKVCacheContext):
 
         async def work(errand: Errand) -> int:
             async with self._looked_up(errand, ids, salt, kind) as (_, hit):
+                errand.know(hit * self.chunk_size)
                 return hit * self.chunk_size
 
         return await run_errand(work, self._seconds(timeout), self._tasks)
@@ -426,10 +432,31 @@ class MPKVCacheContext(AsyncKVCacheContext):
             release = held.pop_all()
 
             async def held_work(errand: Errand) -> T:
+                errand.step_aside = release.aclose
                 async with release:
                     return await work(errand)
 
             return await run_errand(held_work, seconds - (loop.time() - started), self._tasks)
+
+    @contextlib.asynccontextmanager
+    async def _writing_to(self, place: tuple[CacheKind, str], ids: tuple[int, ...]) -> AsyncIterator[None]:
+        """Say that chunks of `ids` are being written, which the server offers to nobody else and does not have yet."""
+        written = asyncio.get_running_loop().create_future()
+        key = (place, ids[: self.chunk_size])
+        self._written.setdefault(key, set()).add(written)
+        try:
+            yield
+        finally:
+            written.set_result(None)
+            self._written[key].discard(written)
+            if not self._written[key]:
+                del self._written[key]
+
+    async def _others_written(self, errand: Errand, place: tuple[CacheKind, str], ids: tuple[int, ...]) -> None:
+        """Wait until what others were writing that begins with the same chunk can be seen."""
+        under_way = self._written.get((place, ids[: self.chunk_size]))
+        if under_way:
+            await asyncio.wait(under_way, timeout=errand.remaining)
 
     @contextlib.asynccontextmanager
     async def _alone(self, key: Hashable) -> AsyncIterator[None]:
@@ -463,7 +490,10 @@ class MPKVCacheContext(AsyncKVCacheContext):
         """A session that has read-locked the chunks found, and their number."""
         async with self._session(errand, ids, salt, kind) as session:
             hit = await session.lookup()
-            if hit or not await self._register_served(_name(self.model_name, kind), errand, trust):
+            name = _name(self.model_name, kind)
+            if hit:
+                self._may_store[name] = asyncio.get_running_loop().time()
+            if hit or not await self._register_served(name, errand, trust):
                 yield session, hit
                 return
         async with self._session(errand, ids, salt, kind) as session:
@@ -483,8 +513,16 @@ class MPKVCacheContext(AsyncKVCacheContext):
                 again = True
         else:
             await self._check_served(name)
-        self._seen_served[name] = now
+        if trust:
+            self._seen_served[name] = now
         return again
+
+    async def _check_before_store(self, name: str, errand: Errand) -> None:
+        """Refuse to store what nobody could find, unless somebody could a short time ago."""
+        now = asyncio.get_running_loop().time()
+        if now >= self._may_store.get(name, -math.inf) + STORE_TRUST:
+            await self._register_served(name, errand, 0.0)
+            self._may_store[name] = now
 
     async def _check_served(self, name: str) -> None:
         status = await self._status()
@@ -497,15 +535,21 @@ class MPKVCacheContext(AsyncKVCacheContext):
                 f"the cache server {self.facts.http_url} (any more). Start the engine, or restart it after the server"
             )
 
-    async def _knowing_us(self, errand: Errand, client: Client, call: Callable[[], Awaitable[T]]) -> T:
-        """Make a call that needs our registration; a forgotten one is made again, once."""
+    async def _knowing_us(self, errand: Errand, client: Client, call: Callable[[], Awaitable[T]]) -> tuple[T, PoolView]:
+        """Make a call that needs our registration; a forgotten one is made again, once.
+
+        Returns:
+            The answer, and the pool as it was when the call was made, which is what the answer is about.
+        """
         seen = client.times_registered
         try:
-            return await call()
+            view = self._registry.view
+            return await call(), view
         except ForgottenError:
             await self._registry.again(client, seen, timeout=max(errand.remaining, CONNECT_TIMEOUT))
         try:
-            return await call()
+            view = self._registry.view
+            return await call(), view
         except ForgottenError:
             raise CacheConnectionError(f"the cache server {self._transport.url} keeps forgetting this client") from None
 
@@ -519,8 +563,15 @@ class MPKVCacheContext(AsyncKVCacheContext):
     ) -> T | None:
         async with self._looked_up(errand, ids, salt, kind) as (session, hit):
             if hit == 0:
+                errand.know(None)
                 return None
-            return await self._read(errand, session, hit, lambda chunks: use(kind, chunks))
+
+            async def used(chunks: list[list[Tensor]]) -> T:
+                result = await use(kind, chunks)
+                errand.know(result)
+                return result
+
+            return await self._read(errand, session, hit, used)
 
     async def _read(
         self, errand: Errand, session: Session, hit: int, use: Callable[[list[list[Tensor]]], Awaitable[T]]
@@ -529,13 +580,14 @@ class MPKVCacheContext(AsyncKVCacheContext):
         client = self._reader
         assert client is not None
         prepared: list[PreparedRetrieve] = []
-        pools: list[Pool | None] = []
+        views: list[PoolView] = []
         for rank in range(self._world_size):
             call = _bind(session.prepare_retrieve, rank, hit, client)
-            prepared.append(await self._knowing_us(errand, client, call))
-            pools.append(self._registry.pool)
+            answer, view = await self._knowing_us(errand, client, call)
+            prepared.append(answer)
+            views.append(view)
         errand.check()
-        with self._lease(pools) as lease:
+        with self._lease(views) as lease:
             chunks = [await self._chunks(of_rank, lease) for of_rank in prepared]
             if any(len(of_rank) != hit for of_rank in chunks):
                 raise CacheProtocolError(
@@ -553,9 +605,9 @@ class MPKVCacheContext(AsyncKVCacheContext):
         return await self._executor.run(load_tensors, prepared.data)
 
     @contextlib.contextmanager
-    def _lease(self, pools: list[Pool | None]) -> Any:
-        pool = pools[0]
-        if any(other is not pool for other in pools) or (pool is not None and pool.closed):
+    def _lease(self, views: list[PoolView]) -> Any:
+        pool = views[0].pool
+        if any(view != self._registry.view for view in views) or (pool is not None and pool.closed):
             raise CacheConnectionError("the cache server restarted meanwhile: try again")
         if pool is None:
             yield None
@@ -590,14 +642,18 @@ class MPKVCacheContext(AsyncKVCacheContext):
         layout = self._layout(codec, dtype)
         client = await self._registry.client(layout, timeout=max(errand.remaining, CONNECT_TIMEOUT))
         count = len(ids) // self.chunk_size
-        if self._registry.pool is None:
+        await self._check_before_store(_name(self.model_name, kind), errand)
+        if self._registry.view.pool is None:
             return await self._store_pickled(errand, client, source, ids, salt, kind, codec, count)
-        async with self._session(errand, ids, salt, kind) as session:
+        async with self._session(errand, ids, salt, kind) as session, self._writing_to((kind, salt), ids):
             offered = await self._write(errand, session, client, source, codec, count)
-        everywhere = set.intersection(*offered)
+            everywhere = set.intersection(*offered)
+            if len(everywhere) == count:
+                errand.know(StoreOutcome(count, taken=count))
         if len(everywhere) == count:
             return StoreOutcome(count, taken=count)
         errand.check()
+        await self._others_written(errand, (kind, salt), ids)
         open_ = [index for index in range(count) if index not in everywhere]
         hit, same = await self._compare(errand, source, ids, salt, kind, codec, open_)
         somewhere = set.union(*offered)
@@ -620,30 +676,35 @@ class MPKVCacheContext(AsyncKVCacheContext):
             For each rank the chunks that it took.
         """
         prepared: list[StoreSlots] = []
-        pools: list[Pool | None] = []
+        views: list[PoolView] = []
         failure: Exception | None = None
         errand.check()  # from here on, something may be left unfinished
-        client.unfinished += 1
+
+        async def prepare(rank: int) -> StoreSlots:
+            client.unfinished.add(session)
+            return await session.prepare_store(rank, client)
+
         for rank in range(self._world_size):
             try:
-                call = _bind(session.prepare_store, rank, client)
-                prepared.append(await self._knowing_us(errand, client, call))
-                pools.append(self._registry.pool)
+                slots, view = await self._knowing_us(errand, client, _bind(prepare, rank))
+                prepared.append(slots)
+                views.append(view)
             except (CacheError, AbandonedError) as error:
                 # What was reserved for other ranks is published sooner or later: see that it is right.
                 failure = error
                 break
         taken: list[set[int]] = [set() for _ in range(self._world_size)]
         if prepared:
-            with self._lease(pools) as lease:
+            with self._lease(views) as lease:
+                _check_apart([slot for slots in prepared for slot in slots.slots or ()])
                 targets: list[tuple[int, int, Tensor]] = []
                 for rank, slots in enumerate(prepared):
-                    views = self._targets(slots, lease, codec, client.layout.dtype, count)
-                    targets += [(rank, index, view) for index, view in views]
+                    places = self._targets(slots, lease, codec, client.layout.dtype, count)
+                    targets += [(rank, index, place) for index, place in places]
 
                 def copy(kv: Tensor, first: int, last: int) -> None:
-                    for rank, index, view in targets[first:last]:
-                        codec.encode(self._part(kv, codec, rank, index), view)
+                    for rank, index, place in targets[first:last]:
+                        codec.encode(self._part(kv, codec, rank, index), place)
 
                 await source.use(lambda kv: self._in_parts(copy, len(targets), kv))
             for rank, slots in enumerate(prepared):
@@ -651,7 +712,7 @@ class MPKVCacheContext(AsyncKVCacheContext):
                     taken[rank].update(slots.chunk_indices)
         if failure is not None and not isinstance(failure, AbandonedError):
             raise failure
-        client.unfinished -= 1
+        client.unfinished.discard(session)
         if failure is not None:
             raise failure
         return taken
@@ -699,12 +760,12 @@ class MPKVCacheContext(AsyncKVCacheContext):
         async with self._session(errand, ids, salt, kind) as session:
             for rank in range(self._world_size):
                 prepare = _bind(session.prepare_store, rank, client)
-                prepared = await self._knowing_us(errand, client, prepare)
+                prepared, _ = await self._knowing_us(errand, client, prepare)
                 if prepared.slots is not None:
                     raise CacheProtocolError("the cache server offers shared memory that it said it does not have")
                 errand.check()
                 data = await source.use(lambda kv, rank=rank: self._executor.run(pickled, kv, rank))  # type: ignore[misc]
-                await session.commit_store(rank, client, data)
+                await session.store_pickled(rank, client, data)
         errand.check()
         hit, same = await self._compare(errand, source, ids, salt, kind, codec, list(range(count)))
         old = sum(index < before for index in same)
@@ -826,6 +887,14 @@ def _views(slots: Sequence[Slot], lease: Lease | None) -> list[Tensor]:
     if lease is None:
         raise CacheProtocolError("the cache server names shared-memory slots, but said that it has no shared memory")
     return [lease.view(slot) for slot in slots]
+
+
+def _check_apart(slots: Sequence[Slot]) -> None:
+    for one, other in itertools.pairwise(sorted(slots, key=lambda slot: slot.offset)):
+        if one.offset + one.length > other.offset:
+            raise CacheProtocolError(
+                f"the cache server offers slots that overlap, at offsets {one.offset} and {other.offset}"
+            )
 
 
 def _equal_bytes(a: Tensor, b: Tensor) -> bool:

@@ -72,20 +72,25 @@ def _load_storage(data: bytes) -> _Storage:
     return _Storage(memoryview(data)[stream.tell() + 8 :], kind.dtype)
 
 
-def _rebuild_typed(storage: Any, offset: int, size: Any, stride: Any, *_: Any) -> Tensor:
-    return _rebuild(storage, getattr(storage, "dtype", None), offset, size, stride)
+def _rebuild_typed(
+    storage: Any, offset: int, size: Any, stride: Any, requires_grad: bool, hooks: Any, bits: Any = None
+) -> Tensor:
+    return _rebuild(storage, getattr(storage, "dtype", None), offset, size, stride, bits)
 
 
 def _rebuild_untyped(
-    storage: Any, offset: int, size: Any, stride: Any, requires_grad: bool, hooks: Any, dtype: Any, *_: Any
+    storage: Any, offset: int, size: Any, stride: Any, requires_grad: bool, hooks: Any, dtype: Any, bits: Any = None
 ) -> Tensor:
-    return _rebuild(storage, dtype, offset, size, stride)
+    return _rebuild(storage, dtype, offset, size, stride, bits)
 
 
-def _rebuild(storage: Any, dtype: Any, offset: int, size: Any, stride: Any) -> Tensor:
+def _rebuild(storage: Any, dtype: Any, offset: int, size: Any, stride: Any, bits: Any) -> Tensor:
     if not isinstance(storage, _Storage) or not isinstance(dtype, torch.dtype):
         raise CacheProtocolError("the cache server sent a tensor without a storage")
-    flat = torch.frombuffer(bytearray(storage.data), dtype=torch.uint8).view(dtype)
+    if bits:
+        raise CacheProtocolError(f"the cache server sent a tensor whose bytes are not its values: {bits}")
+    data = bytearray(storage.data)
+    flat = torch.frombuffer(data, dtype=torch.uint8).view(dtype) if data else torch.empty(0, dtype=dtype)
     return flat.as_strided(tuple(size), tuple(stride), offset)
 
 

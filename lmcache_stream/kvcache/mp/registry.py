@@ -13,7 +13,7 @@ import asyncio
 import logging
 import secrets
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lmcache_stream.errors import CacheError
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from lmcache_stream.kvcache.mp.transport import Transport
 
-__all__ = ["Client", "Layout", "Registry"]
+__all__ = ["Client", "Layout", "PoolView", "Registry"]
 
 logger = logging.getLogger(__name__)
 
@@ -56,13 +56,21 @@ class Layout:
 
 @dataclass(slots=True, eq=False)
 class Client:
-    """One registration, and its stores that have begun to write and not ended well."""
+    """One registration, and its stores that have reserved something, or may have, and not published it."""
 
     instance_id: int
     model_name: str
     layout: Layout
     times_registered: int = 0
-    unfinished: int = 0
+    unfinished: set[object] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolView:
+    """The pool, and how often a server that had forgotten us has told us a new one: slots are of one such time only."""
+
+    pool: Pool | None
+    times_lost: int
 
 
 class Registry:
@@ -80,7 +88,7 @@ class Registry:
         self._populate = populate
         self._clients: dict[tuple[str | None, Layout], Client] = {}
         self._lock = asyncio.Lock()
-        self.pool: Pool | None = None
+        self.view = PoolView(None, 0)
 
     async def client(self, layout: Layout, *, timeout: float, model_name: str | None = None) -> Client:
         """Find the registration for `layout`, or make one.
@@ -103,7 +111,10 @@ class Registry:
         """Register a forgotten client again, unless that was done since it had been registered `seen` times."""
         async with self._lock:
             if client.times_registered == seen:
+                # From the answer on, until the new pool is mapped, slots of it may be named.
+                self.view = PoolView(self.view.pool, self.view.times_lost + 1)
                 await self._register(client, timeout)
+                client.unfinished.clear()
 
     async def forgotten(self, client: Client) -> bool:
         """Tell whether the server does not know `client` any more; False where it does not say."""
@@ -121,8 +132,8 @@ class Registry:
         for failed in await asyncio.gather(*calls, return_exceptions=True):
             if failed is not None:
                 logger.debug("while unregistering: %s", failed)
-        if self.pool is not None:
-            self.pool.close()
+        if self.view.pool is not None:
+            self.view.pool.close()
 
     async def _register(self, client: Client, timeout: float) -> None:
         layout = client.layout
@@ -138,12 +149,14 @@ class Registry:
         )
         registered = await self._transport.call(REGISTER, payload, timeout=timeout)
         client.times_registered += 1
-        self.pool = await asyncio.to_thread(self._mapped, registered.shm_name.lstrip("/"))
+        pool = await asyncio.to_thread(self._mapped, registered.shm_name.lstrip("/"))
+        self.view = PoolView(pool, self.view.times_lost)
 
     def _mapped(self, shm_name: str) -> Pool | None:
         """The pool, mapped again if the server has made another."""
-        if self.pool is not None:
-            if self.pool.name == shm_name and self.pool.is_current():
-                return self.pool
-            self.pool.close()
+        pool = self.view.pool
+        if pool is not None:
+            if pool.name == shm_name and pool.is_current():
+                return pool
+            pool.close()
         return Pool(shm_name, populate="all" if self._populate else "filled") if shm_name else None

@@ -3,6 +3,9 @@
 A lookup takes read locks, `prepare_store` takes reservations, and both open a session. The server has no way to drop a
 reservation: one that is committed, or whose client goes away, is published as it is. So what was reserved is always
 written to the end, also when nobody waits for it any more.
+
+One thing is out of reach: where the answer to a `prepare_store` is lost, nobody knows what it reserved. The server
+takes that back after 600 s. Until then the client must stay registered; the server forgets it after an hour.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ if TYPE_CHECKING:
     from lmcache_stream.kvcache.mp.transport import Transport
     from lmcache_stream.kvcache.mp.wire import PreparedRetrieve, StoreSlots
 
-__all__ = ["AbandonedError", "Errand", "ForgottenError", "Session", "finish", "run_errand"]
+__all__ = ["AbandonedError", "Errand", "ForgottenError", "Session", "detach", "finish", "run_errand"]
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -48,11 +51,14 @@ T = TypeVar("T")
 PATIENCE = 1.0
 """Seconds without an answer after which a registration is looked after."""
 
+REPEAT = 2.0
+"""Seconds without an answer after which a commit of a store is sent again."""
+
 CLEAN_UP = 5.0
-"""Seconds that a caller who was cancelled waits for what it holds to be let go of."""
+"""Seconds that a caller who was cancelled, or whose result is there, waits for what it holds to be let go of."""
 
 LINGER = 10.0
-"""Seconds behind its deadline that a request is waited for which may take locks."""
+"""Seconds behind its deadline that a request is waited for which may take locks or reservations."""
 
 WAIT_SLICE = 0.5
 """Seconds that one wait may hold one of the server's few threads."""
@@ -83,8 +89,11 @@ class Errand:
         self.timeout = timeout
         self.abandoned = False
         self.outcome: asyncio.Future[Any] = loop.create_future()
-        self.before_leaving: Callable[[], Awaitable[None]] | None = None
+        self.before_leaving: Callable[[], Coroutine[Any, Any, None]] | None = None
+        self.step_aside: Callable[[], Awaitable[None]] | None = None
         self._deadline = loop.time() + timeout
+        self._known: list[Any] = []
+        self._timer: asyncio.TimerHandle | None = None
 
     @property
     def remaining(self) -> float:
@@ -98,6 +107,11 @@ class Errand:
         if self.remaining <= 0:
             raise CacheTimeout(f"the cache did not finish within {self.timeout:g} s")
 
+    def know(self, result: object) -> None:
+        """Promise `result` to the user, however the clean-up goes, and at once if that takes long."""
+        self._known.append(result)
+        self._timer = asyncio.get_running_loop().call_later(min(CLEAN_UP, self.remaining), self._settle)
+
     async def fail(self, error: CacheError) -> None:
         """Let the user know now; the errand goes on to let go of what it holds."""
         if not self.abandoned:
@@ -106,6 +120,27 @@ class Errand:
                 await self.before_leaving()
         if not self.outcome.done():
             self.outcome.set_exception(error)
+
+    def end(self, task: asyncio.Task[Any]) -> None:
+        """Settle the outcome, now that the errand's task has ended."""
+        if self._timer is not None:
+            self._timer.cancel()
+        error = CacheConnectionError("the context was closed") if task.cancelled() else task.exception()
+        if self._known:
+            if error is not None:
+                logger.debug("while letting go of what a call had held: %s", error)
+            self._settle()
+        elif self.outcome.done():
+            if error is not None and not isinstance(error, AbandonedError | CacheError):
+                logger.error("an abandoned call failed", exc_info=error)
+        elif error is not None:
+            self.outcome.set_exception(error)
+        else:
+            self.outcome.set_result(task.result())
+
+    def _settle(self) -> None:
+        if not self.outcome.done():
+            self.outcome.set_result(self._known[-1])
 
 
 async def run_errand(
@@ -119,30 +154,44 @@ async def run_errand(
         tasks: Where its task is kept while it runs.
     """
     errand = Errand(timeout)
-    task = asyncio.create_task(work(errand))
+    task = detach(work(errand))
     tasks.add(task)
-
-    def settle(task: asyncio.Task[T]) -> None:
-        tasks.discard(task)
-        error = CacheConnectionError("the context was closed") if task.cancelled() else task.exception()
-        if errand.outcome.done():
-            if error is not None and not isinstance(error, AbandonedError | CacheError):
-                logger.error("an abandoned call failed", exc_info=error)
-        elif error is not None:
-            errand.outcome.set_exception(error)
-        else:
-            errand.outcome.set_result(task.result())
-
-    task.add_done_callback(settle)
+    task.add_done_callback(tasks.discard)
+    task.add_done_callback(errand.end)
     try:
         result: T = await errand.outcome
     except asyncio.CancelledError:
         errand.abandoned = True
         await finish(task, CLEAN_UP)
         if not task.done() and errand.before_leaving is not None:
-            await finish(asyncio.ensure_future(errand.before_leaving()), None)
+            await finish(detach(errand.before_leaving()), None)
         raise
+    finally:
+        if not task.done():
+            guard = asyncio.create_task(_see_to_its_end(task))
+            tasks.add(guard)
+            guard.add_done_callback(tasks.discard)
     return result
+
+
+def detach(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """Start a task that the end of the loop does not cancel: what it holds at the server would stay held.
+
+    Somebody must wait for it who is cancelled in its place: the user, or a task that sees to its end.
+    """
+    task = asyncio.create_task(work)
+    asyncio._unregister_task(task)
+    return task
+
+
+async def _see_to_its_end(task: asyncio.Task[Any]) -> None:
+    try:
+        await asyncio.wait([task])
+    except asyncio.CancelledError:
+        await finish(task, CLEAN_UP)
+        task.cancel()
+        await finish(task, CLEAN_UP)
+        raise
 
 
 async def finish(task: asyncio.Future[Any], seconds: float | None) -> None:
@@ -181,7 +230,7 @@ class Session:
         chunk_size: int,
         cache_salt: str,
         lane: int,
-        forgotten: Callable[[Client], Awaitable[bool]],
+        forgotten: Callable[[Client], Coroutine[Any, Any, bool]],
     ) -> None:
         self._transport = transport
         self._errand = errand
@@ -205,7 +254,7 @@ class Session:
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
     ) -> None:
-        if isinstance(exc, CacheConnectionError):
+        if isinstance(exc, CacheConnectionError) or (isinstance(exc, CacheError) and not self._errand.remaining):
             await self._errand.fail(exc)
         await self._release()
 
@@ -213,7 +262,7 @@ class Session:
         """Count the chunks of the longest cached prefix, and lock them for reading."""
         self._errand.check()
         self._looked_up = self._opened = True
-        await self._late(LOOKUP, self._key(None), self._world_size)
+        await self._late(LOOKUP, self._key(None), self._world_size, linger=LINGER)
         while self._hit is None:
             self._errand.check()
             timeout = self._errand.remaining
@@ -226,7 +275,8 @@ class Session:
         key = self._key(rank, chunks * self._chunk_size)
         self._prepared[rank] = key, client
         try:
-            prepared = await self._late(PREPARE_RETRIEVE, key, client.instance_id, client=client)
+            # Calls of one lane are worked on in order: the commit that follows is enough.
+            prepared = await self._late(PREPARE_RETRIEVE, key, client.instance_id, linger=PATIENCE, client=client)
         except ForgottenError:
             del self._prepared[rank]
             raise
@@ -236,25 +286,43 @@ class Session:
             raise CacheError("the cache lost chunks between their lookup and their retrieval: try again")
         return prepared
 
-    async def commit_retrieve(self, rank: int, *, timeout: float | None = None) -> None:
+    async def commit_retrieve(self, rank: int) -> None:
         """Say that the chunks of `rank` have been read: it unlocks them."""
         key, client = self._prepared[rank]
-        if timeout is None:
-            timeout = max(self._errand.remaining, CLEAN_UP)
-        await self._transport.call(COMMIT_RETRIEVE, key, client.instance_id, timeout=timeout, lane=self._lane)
+        await self._transport.call(COMMIT_RETRIEVE, key, client.instance_id, timeout=CLEAN_UP, lane=self._lane)
         self._unlocked(rank)
 
     async def prepare_store(self, rank: int, client: Client) -> StoreSlots:
         """Reserve slots for the chunks of `rank` that the cache does not have. They must be written and committed."""
         self._errand.check()
         self._opened = True
-        prepared = await self._late(PREPARE_STORE, self._key(rank), client.instance_id, client=client)
+        key = self._key(rank)
+        prepared = await self._late(PREPARE_STORE, key, client.instance_id, linger=LINGER, client=client)
         return prepared.context
 
-    async def commit_store(self, rank: int, client: Client, data: bytes = b"") -> bool:
-        """Publish what was reserved for `rank`, or with `data` the pickled chunks in it."""
+    async def commit_store(self, rank: int, client: Client) -> bool:
+        """Publish what was reserved for `rank`; a commit that is not answered is sent once more.
+
+        Returns:
+            Whether it was published; False where the server knows of no reservation.
+        """
+        try:
+            return await self._commit_store(rank, client, b"", min(REPEAT, max(self._errand.remaining, PATIENCE)))
+        except CacheError as error:
+            if await self._forgotten(client):
+                raise CacheConnectionError("the cache server restarted while chunks were stored: try again") from error
+            if not self._errand.remaining:
+                await self._errand.fail(error)
+        # What the first one has published is not published again: then the server knows of no reservation any more.
+        await self._commit_store(rank, client, b"", CLEAN_UP)
+        return True
+
+    async def store_pickled(self, rank: int, client: Client, data: bytes) -> None:
+        """Store all chunks of `rank`, pickled. It reserves nothing that it does not publish."""
+        await self._commit_store(rank, client, data, max(self._errand.remaining, PATIENCE))
+
+    async def _commit_store(self, rank: int, client: Client, data: bytes, timeout: float) -> bool:
         self._opened = True
-        timeout = max(self._errand.remaining, CLEAN_UP)
         args = (self._key(rank), client.instance_id, data)
         return await self._transport.call(COMMIT_STORE, *args, timeout=timeout, lane=self._lane)
 
@@ -280,23 +348,32 @@ class Session:
             raise CacheProtocolError(f"the cache server found {hit} chunks of {len(self._tokens)} tokens")
         return hit
 
-    async def _late(self, operation: Operation[R], *args: Any, client: Client | None = None) -> R:
+    async def _late(self, operation: Operation[R], *args: Any, linger: float, client: Client | None = None) -> R:
         """Call what may take locks. It is waited for longer than the user waits, so that they can be let go of."""
         errand = self._errand
         lane = self._lane if operation.moves_data else 0
-        call = asyncio.ensure_future(
-            self._transport.call(operation, *args, timeout=errand.remaining + LINGER, lane=lane)
-        )
-        alive: asyncio.Future[bool] | None = None
+        call = detach(self._transport.call(operation, *args, timeout=errand.remaining + linger, lane=lane))
+        seen = client.times_registered if client is not None else 0
+        doubts: list[asyncio.Task[bool]] = []
         try:
             await asyncio.wait([call], timeout=min(PATIENCE, errand.remaining))
             if not call.done():
-                if client is not None and await self._forgotten(client):
-                    raise ForgottenError
-                alive = asyncio.ensure_future(self._alive())
+                alive = detach(self._alive())
+                doubts.append(alive)
+                if client is not None:
+                    forgotten = detach(self._forgotten(client))
+                    doubts.append(forgotten)
+                    both = [call, forgotten]
+                    timeout = max(errand.remaining, PATIENCE)
+                    await asyncio.wait(both, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+                    again = client.times_registered != seen
+                    if not call.done() and (again or (forgotten.done() and forgotten.result())):
+                        raise ForgottenError
                 await asyncio.wait([call], timeout=errand.remaining)
-            if not call.done() and alive is not None:
-                await errand.fail(silence(self._transport.url, operation, errand.timeout, alive=await alive))
+                if not call.done():
+                    await errand.fail(silence(self._transport.url, operation, errand.timeout, alive=await alive))
+                    if operation is LOOKUP and errand.step_aside is not None:
+                        await errand.step_aside()  # nothing is prepared under this key yet
             try:
                 return await call
             except CacheError:
@@ -305,9 +382,8 @@ class Session:
                     raise ForgottenError from None
                 raise
         finally:
-            call.cancel()
-            if alive is not None:
-                alive.cancel()
+            for task in (call, *doubts):
+                task.cancel()
 
     async def _alive(self) -> bool:
         try:
@@ -335,7 +411,7 @@ class Session:
                 if await self._forgotten(self._prepared[rank][1]):
                     self._unlocked(rank)  # a server that does not know us holds nothing for us, and would not answer
                 else:
-                    await self.commit_retrieve(rank, timeout=CLEAN_UP)
+                    await self.commit_retrieve(rank)
         if self._locked and self._hit != 0:
             whole = len(self._locked) == self._world_size
             for locked in [None] if whole else sorted(self._locked):

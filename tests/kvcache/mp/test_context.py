@@ -80,7 +80,7 @@ class _Opened:
 async def ctx(server: FakeCacheServer) -> AsyncIterator[MPKVCacheContext]:
     async with opened(server) as context:
         yield context
-    assert server.held == {}
+    await _until_let_go(server)
     assert server.wrong_publications == 0
     assert server.wrong_unlocks == 0
 
@@ -89,7 +89,7 @@ async def ctx(server: FakeCacheServer) -> AsyncIterator[MPKVCacheContext]:
 async def shm_ctx(shm_server: FakeCacheServer) -> AsyncIterator[MPKVCacheContext]:
     async with opened(shm_server) as context:
         yield context
-    assert shm_server.held == {}
+    await _until_let_go(shm_server)
     assert shm_server.wrong_publications == 0
     assert shm_server.wrong_unlocks == 0
 
@@ -264,7 +264,7 @@ async def test_a_refused_lookup_times_out_and_says_that_the_server_is_up(
 
 
 async def _until_let_go(server: FakeCacheServer) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(15):
         while server.held:  # noqa: ASYNC110  (another thread's state)
             await asyncio.sleep(0.005)
 
@@ -332,7 +332,7 @@ async def test_slots_that_cannot_be_are_not_touched(
     assert torch.equal(await retrieved(shm_ctx, TOKENS), kv)
 
 
-@pytest.mark.parametrize("kind", ["few", "outside", "shape", "dtype"])
+@pytest.mark.parametrize("kind", ["few", "outside", "overlap", "shape", "dtype"])
 async def test_nothing_is_written_to_slots_that_cannot_be(shm_server: FakeCacheServer, kind: Any) -> None:
     async with opened(shm_server) as context:
         shm_server.fault(wire.PREPARE_STORE, kind)
@@ -454,6 +454,11 @@ async def test_bad_input_sends_nothing(server: FakeCacheServer, ctx: MPKVCacheCo
         await ctx.put(made_kv(9), TOKENS)
     with pytest.raises(UsageError, match="dtype"):
         await ctx.put(made_kv().bfloat16(), TOKENS)
+    for odd in (made_kv().to_sparse(), made_kv().to("meta")):
+        with pytest.raises(UsageError, match="dense tensor with values"):
+            await ctx.put(odd, TOKENS)
+    with pytest.raises(UsageError, match="floating point"):
+        await ctx.put(torch.ones(1, 3, len(TOKENS), 16, dtype=torch.int64), TOKENS, kind=CacheKind.QUERY)
     with pytest.raises(UsageError, match="cache_salt"):
         await ctx.put(made_kv(), TOKENS, "a@b")
     with pytest.raises(UsageError, match="cache_salt"):
@@ -668,3 +673,162 @@ async def test_a_store_that_never_began_leaves_no_registration(server: FakeCache
             await ctx.put(torch.randn(2, 3, len(TOKENS), 8), TOKENS, "\ud800")
     assert server.clients == []
     assert server.held == {}
+
+
+async def test_what_nobody_could_find_is_not_stored(server: FakeCacheServer, ctx: MPKVCacheContext) -> None:
+    server.forget_engines()
+    with pytest.raises(CacheConnectionError, match="no engine is registered"):
+        await ctx.put(made_kv(), TOKENS)
+    assert server.chunks == server.calls["prepare_store"] == 0
+
+
+class TestALostReply:
+    async def test_to_a_lookup_does_not_block_the_next(
+        self, server: FakeCacheServer, ctx: MPKVCacheContext, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(session_module, "LINGER", 60.0)
+        kv = made_kv()
+        await ctx.put(kv, TOKENS)
+        fault = server.fault(wire.LOOKUP, "hold")
+        with pytest.raises(CacheTimeout):
+            await ctx.retrieve(TOKENS, timeout=0.1)
+        assert torch.equal(await retrieved(ctx, TOKENS), kv)
+        fault.release()
+        await _until_let_go(server)
+
+    @pytest.mark.parametrize("kind", ["ignore", "lose", "garble", "wrong-operation"])
+    async def test_to_a_commit_of_a_store_is_asked_for_again(
+        self, shm_server: FakeCacheServer, kind: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(session_module, "REPEAT", 0.1)
+        kv = made_kv()
+        async with opened(shm_server) as context:
+            shm_server.fault(wire.COMMIT_STORE, kind)
+            assert await context.put(kv, TOKENS) == StoreOutcome(4, taken=4)
+            assert shm_server.held == {}
+            assert torch.equal(await retrieved(context, TOKENS), kv)
+        assert shm_server.clients == []
+        assert shm_server.wrong_publications == 0
+
+    async def test_to_both_commits_of_a_store_is_an_error(
+        self, shm_server: FakeCacheServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(session_module, "REPEAT", 0.1)
+        monkeypatch.setattr(session_module, "CLEAN_UP", 0.2)
+        async with opened(shm_server) as context:
+            shm_server.fault(wire.COMMIT_STORE, "ignore", times=2)
+            with pytest.raises(CacheTimeout, match="commit_store"):
+                await context.put(made_kv(), TOKENS)
+        assert len(shm_server.clients) == 1  # what is reserved would be published with its end
+        assert shm_server.reservations == 4
+
+    @pytest.mark.parametrize("operation", [wire.COMMIT_RETRIEVE, wire.END_SESSION])
+    async def test_at_the_end_of_a_retrieve_takes_no_data_away(
+        self,
+        server: FakeCacheServer,
+        ctx: MPKVCacheContext,
+        operation: wire.Operation[Any],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setattr(session_module, "CLEAN_UP", 0.2)
+        monkeypatch.setattr(session_module, "END_TIMEOUT", 0.2)
+        kv = made_kv()
+        await ctx.put(kv, TOKENS)
+        server.fault(operation, "lose")
+        assert torch.equal(await retrieved(ctx, TOKENS, timeout=1.0), kv)
+        await _until_let_go(server)
+
+    async def test_keeps_nobody_waiting_whose_result_is_there(
+        self, shm_server: FakeCacheServer, shm_ctx: MPKVCacheContext, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(session_module, "CLEAN_UP", 0.05)
+        monkeypatch.setattr(session_module, "END_TIMEOUT", 60.0)
+        kv = made_kv()
+        faults = [shm_server.fault(wire.END_SESSION, "hold") for _ in range(3)]
+        assert await shm_ctx.put(kv, TOKENS) == StoreOutcome(4, taken=4)
+        assert await shm_ctx.lookup(TOKENS) == len(TOKENS)
+        assert torch.equal(await retrieved(shm_ctx, TOKENS[: 3 * C]), kv[:, :, : 3 * C])
+        for fault in faults:
+            fault.release()
+        await _until_let_go(shm_server)
+
+    async def test_is_not_carried_over_a_restart(
+        self, shm_server: FakeCacheServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(session_module, "LINGER", 0.1)
+        async with opened(shm_server) as context:
+            shm_server.fault(wire.PREPARE_STORE, "lose")
+            with pytest.raises(CacheTimeout):
+                await context.put(made_kv(), TOKENS, timeout=0.2)
+            shm_server.restart()
+            assert await context.put(made_kv(), TOKENS) == StoreOutcome(4, taken=4)
+        assert shm_server.clients == []
+
+
+@pytest.mark.parametrize("timeout", [5.0, 0.1])
+def test_a_store_is_finished_when_the_loop_ends(shm_server: FakeCacheServer, timeout: float) -> None:
+    kv = made_kv()
+    fault = shm_server.fault(wire.PREPARE_STORE, "hold")
+    contexts = []
+
+    async def main() -> None:
+        contexts.append(await opened(shm_server).__aenter__())
+        put = asyncio.create_task(contexts[0].put(kv, TOKENS, timeout=timeout))
+        await asyncio.to_thread(fault.struck.wait)
+        if timeout < 1:
+            with pytest.raises(CacheTimeout):
+                await put
+        asyncio.get_running_loop().call_later(0.05, fault.release)
+
+    asyncio.run(main())
+    assert shm_server.held == {}
+    assert shm_server.chunks == 4
+    assert shm_server.wrong_publications == 0
+    asyncio.run(contexts[0]._transport.close())
+
+
+async def test_a_store_waits_for_a_shorter_one_that_it_begins_with(
+    shm_server: FakeCacheServer, shm_ctx: MPKVCacheContext
+) -> None:
+    kv = made_kv()
+    fault = shm_server.fault(wire.PREPARE_STORE, "hold")
+    shorter = asyncio.create_task(shm_ctx.put(kv[:, :, : 2 * C], TOKENS[: 2 * C]))
+    await asyncio.to_thread(fault.struck.wait)
+    longer = asyncio.create_task(shm_ctx.put(kv, TOKENS))
+    async with asyncio.timeout(5):
+        while not shm_server.calls["commit_store"]:  # noqa: ASYNC110  (another thread's state)
+            await asyncio.sleep(0.005)
+    await asyncio.sleep(0.02)  # for a lookup that came too early
+    fault.release()
+    assert await shorter == StoreOutcome(2, taken=2)
+    assert await longer == StoreOutcome(4, taken=2, same=2)
+
+
+async def test_a_registration_made_again_by_another_call_serves_all(shm_server: FakeCacheServer) -> None:
+    tokens = [[number, *TOKENS[1:]] for number in range(3)]
+    async with opened(shm_server) as context:
+        for number, ids in enumerate(tokens):
+            await context.put(made_kv(seed=number), ids)
+        shm_server.forget()
+        found = await asyncio.gather(*(retrieved(context, ids) for ids in tokens))
+    assert all(torch.equal(kv, made_kv(seed=number)) for number, kv in enumerate(found))
+    assert shm_server.clients == []
+
+
+async def test_slots_of_an_earlier_registration_are_not_read(
+    shm_server: FakeCacheServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_module, "PATIENCE", 60.0)
+    async with opened(shm_server) as context:
+        await context.put(made_kv(), TOKENS)
+        fault = shm_server.fault(wire.PREPARE_RETRIEVE, "hold")
+        late = asyncio.create_task(context.retrieve(TOKENS))
+        await asyncio.to_thread(fault.struck.wait)
+        shm_server.forget()
+        reader = context._reader
+        assert reader is not None
+        await context._registry.again(reader, 1, timeout=5)
+        fault.release()
+        with pytest.raises(CacheConnectionError, match="restarted meanwhile"):
+            await late
+    assert shm_server.held == {}

@@ -153,3 +153,15 @@ def test_no_pickle_makes_a_storage_of_any_size() -> None:
 
 def test_a_far_memo_index_costs_nothing() -> None:
     assert load_tensors(b"\x80\x04]r" + (1 << 31).to_bytes(4, "little") + b".") == []
+
+
+def test_an_empty_tensor_comes_back() -> None:
+    (back,) = load_tensors(dump_tensors([torch.empty(2, 0, 3, dtype=torch.bfloat16)]))
+    assert back.shape == (2, 0, 3)
+    assert back.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("odd", [torch._neg_view(torch.ones(3)), torch.ones(3, dtype=torch.complex64).conj()])
+def test_bytes_that_are_not_the_values_are_refused(odd: torch.Tensor) -> None:
+    with pytest.raises(CacheProtocolError, match="not its values"):
+        load_tensors(dump_tensors([odd]))
