@@ -22,6 +22,7 @@ from urllib.parse import parse_qsl, urlsplit
 import torch
 
 from lmcache_stream.errors import CacheTimeout, UsageError
+from lmcache_stream.kvcache import buffers
 from lmcache_stream.kvcache.context import (
     AsyncKVCacheContext,
     StoreOutcome,
@@ -48,6 +49,7 @@ _DEFAULT_NAME = "default"
 _DEFAULT_CHUNK_SIZE = 32
 _DEFAULT_MAX_BYTES = 2 << 30
 _HASHED_INLINE = 2048  # tokens: 0.2 ms
+_IDLE_BYTES = 256 << 20
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
     _UNITS |= {f"{_letter}ib": 1024**_power, f"{_letter}b": 1000**_power}
@@ -390,6 +392,7 @@ class MemoryKVCacheContext(AsyncKVCacheContext):
         self._cache = cache
         self._geometry = cache._fitted(geometry)
         self._executor = executor or default_executor()
+        self._buffers = buffers.BufferPool(_IDLE_BYTES)
         self._closed = False
 
     @property
@@ -497,6 +500,7 @@ class MemoryKVCacheContext(AsyncKVCacheContext):
         if not self._closed:
             self._closed = True
             self._cache.close()
+            self._buffers.clear()
 
     async def __aenter__(self) -> Self:
         self._check_open()
@@ -508,7 +512,14 @@ class MemoryKVCacheContext(AsyncKVCacheContext):
 
     def _retrieve(self, tokens: Sequence[int], cache_salt: str, kind: CacheKind) -> torch.Tensor | None:
         chunks = self._cache.longest_prefix(self.model_name, tokens, cache_salt, kind)
-        return _joined(chunks) if chunks else None
+        return self._joined(chunks) if chunks else None
+
+    def _joined(self, chunks: Sequence[torch.Tensor]) -> torch.Tensor:
+        planes, layers, size, width = chunks[0].shape
+        whole = self._buffers.empty((planes, layers, size * len(chunks), width), chunks[0].dtype)
+        for i, chunk in enumerate(chunks):
+            whole.narrow(2, i * size, size).copy_(chunk)
+        return whole
 
     def _put(self, kv: torch.Tensor, tokens: Sequence[int], cache_salt: str, kind: CacheKind) -> StoreOutcome:
         ids = check_tokens(tokens)
@@ -621,7 +632,7 @@ def _size(text: str) -> int:
 
 
 def _private_copy(chunk: torch.Tensor) -> torch.Tensor:
-    return torch.empty(chunk.shape, dtype=chunk.dtype).copy_(chunk.detach())
+    return buffers.empty(chunk.shape, chunk.dtype).copy_(chunk.detach())
 
 
 async def _hashing(tokens: object, fn: Callable[..., T], *args: Any) -> T:
@@ -637,14 +648,6 @@ def _free(chunks: OrderedDict[bytes, torch.Tensor]) -> None:
         default_executor().submit(chunks.clear)
     except UsageError:  # at exit
         chunks.clear()
-
-
-def _joined(chunks: Sequence[torch.Tensor]) -> torch.Tensor:
-    planes, layers, size, width = chunks[0].shape
-    whole = torch.empty((planes, layers, size * len(chunks), width), dtype=chunks[0].dtype)
-    for i, chunk in enumerate(chunks):
-        whole.narrow(2, i * size, size).copy_(chunk)
-    return whole
 
 
 def _equal_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -134,7 +134,7 @@ class FakeCacheServer:
     ) -> None:
         self.chunk_size = chunk_size
         self.pool_bytes = pool_bytes
-        self.shm_name = f"lmcache_l1_pool_fake_{secrets.token_hex(8)}" if shared_memory else ""
+        self.shm_name = f"lmcache_l1_pool_fake_{os.getpid()}_{secrets.token_hex(8)}" if shared_memory else ""
         self.transfer_mode = transfer_mode
         self.eviction_policy = eviction_policy
         self.http_status = 200

@@ -29,6 +29,7 @@ from lmcache_stream.errors import (
     UsageError,
 )
 from lmcache_stream.geometry import KVGeometry
+from lmcache_stream.kvcache.buffers import BufferPool
 from lmcache_stream.kvcache.context import (
     AsyncKVCacheContext,
     StoreOutcome,
@@ -51,7 +52,7 @@ from lmcache_stream.kvcache.mp.discovery import (
     resolve_geometry,
 )
 from lmcache_stream.kvcache.mp.pickles import dump_tensors, load_tensors
-from lmcache_stream.kvcache.mp.pool import BufferPool, Lease
+from lmcache_stream.kvcache.mp.pool import Lease
 from lmcache_stream.kvcache.mp.probe import ProbeResult, probe
 from lmcache_stream.kvcache.mp.registry import Client, Layout, PoolView, Registry
 from lmcache_stream.kvcache.mp.session import AbandonedError, Errand, ForgottenError, Session, finish, run_errand

@@ -8,10 +8,8 @@ import math
 import mmap
 import os
 import threading
-import weakref
 from typing import TYPE_CHECKING, Literal
 
-import numpy as np
 import torch
 
 from lmcache_stream.errors import CacheConnectionError, CacheProtocolError, UsageError
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
 
     from lmcache_stream.kvcache.mp.wire import Slot
 
-__all__ = ["BufferPool", "Lease", "Pool", "torch_dtype"]
+__all__ = ["Lease", "Pool", "torch_dtype"]
 
 _MADV_POPULATE_WRITE = 23
 _POPULATE_BYTES = 64 << 20
@@ -177,45 +175,3 @@ def _populate(mapped: Tensor, spans: list[tuple[int, int]], stop: threading.Even
             length = min(_POPULATE_BYTES, last - offset)
             if stop.is_set() or madvise(mapped.data_ptr() + offset, length, _MADV_POPULATE_WRITE):
                 return
-
-
-class _Loan(np.ndarray):  # a weakly referable view, whose death gives the buffer back
-    pass
-
-
-class BufferPool:
-    """Host memory that is used again once no tensor looks at it, so that its pages are faulted in once only.
-
-    Args:
-        max_idle_bytes: How much is kept for the next user.
-    """
-
-    def __init__(self, max_idle_bytes: int = 1 << 30) -> None:
-        self._max_idle_bytes = max_idle_bytes
-        self._lock = threading.Lock()
-        self._idle: list[np.ndarray[tuple[int], np.dtype[np.uint8]]] = []
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Make an uninitialised tensor of `shape`, in used memory if there is some that fits."""
-        size = math.prod(shape) * dtype.itemsize
-        with self._lock:
-            fitting = [buffer for buffer in self._idle if size <= buffer.nbytes <= 2 * size]
-            buffer = min(fitting, key=lambda found: found.nbytes, default=None)
-            if buffer is not None:
-                self._idle = [other for other in self._idle if other is not buffer]
-        if buffer is None:
-            buffer = np.empty(size, np.uint8)
-        loan = buffer.view(_Loan)
-        weakref.finalize(loan, self._give_back, buffer).atexit = False
-        return torch.frombuffer(loan, dtype=torch.uint8)[:size].view(dtype).view(tuple(shape))
-
-    def _give_back(self, buffer: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
-        with self._lock:
-            self._idle.append(buffer)
-            while self._idle and sum(kept.nbytes for kept in self._idle) > self._max_idle_bytes:
-                self._idle.pop(0)
-
-    def clear(self) -> None:
-        """Drop the idle memory. What is in use now is kept when it comes back."""
-        with self._lock:
-            self._idle.clear()

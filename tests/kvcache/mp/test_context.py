@@ -51,9 +51,8 @@ def shm_server() -> Iterator[FakeCacheServer]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
-    segments = set(os.listdir("/dev/shm"))
     yield
-    assert not {name for name in set(os.listdir("/dev/shm")) - segments if "_fake_" in name}
+    assert not [name for name in os.listdir("/dev/shm") if f"_fake_{os.getpid()}_" in name]
     left = [thread.name for thread in threading.enumerate() if thread.name.startswith("lmcache-stream tcp")]
     assert not left
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmcache_stream.errors import CacheConnectionError, CacheProtocolError, UsageError
-from lmcache_stream.kvcache.mp.pool import BufferPool, Pool, torch_dtype
+from lmcache_stream.kvcache.mp.pool import Pool, torch_dtype
 from lmcache_stream.kvcache.mp.wire import Slot
 
 SIZE = 1 << 16
@@ -209,40 +209,3 @@ def test_dtypes() -> None:
     for wrong in ("", "Tensor", "load", "float13"):
         with pytest.raises(CacheProtocolError, match="dtype"):
             torch_dtype(wrong)
-
-
-class TestBufferPool:
-    def test_memory_is_used_again(self) -> None:
-        pool = BufferPool()
-        first = pool.empty((3, 5), torch.float32)
-        assert (first.shape, first.dtype, first.is_contiguous()) == ((3, 5), torch.float32, True)
-        address = first.data_ptr()
-        del first
-        assert pool.empty((2, 5), torch.bfloat16).data_ptr() != address  # less than half would be wasted
-        assert pool.empty((5, 3), torch.float32).data_ptr() == address
-
-    def test_not_while_a_view_lives(self) -> None:
-        pool = BufferPool()
-        view = pool.empty((4, 4), torch.float32)[1:].view(-1)
-        others = [pool.empty((4, 4), torch.float32) for _ in range(3)]
-        for other in others:
-            other.fill_(1)
-        view.fill_(2)
-        assert all((other == 1).all() for other in others)
-
-    def test_not_while_the_storage_lives(self) -> None:
-        pool = BufferPool()
-        tensor = pool.empty((4,), torch.float32)
-        array = tensor.numpy()
-        address = tensor.data_ptr()
-        del tensor
-        assert pool.empty((4,), torch.float32).data_ptr() != address
-        del array
-
-    def test_what_is_kept_is_bounded(self) -> None:
-        pool = BufferPool(max_idle_bytes=100)
-        tensors = [pool.empty((64,), torch.uint8) for _ in range(4)]
-        del tensors
-        assert sum(buffer.nbytes for buffer in pool._idle) <= 100
-        pool.clear()
-        assert not pool._idle
