@@ -55,14 +55,24 @@ from lmcache_stream.kvcache.mp.pickles import dump_tensors, load_tensors
 from lmcache_stream.kvcache.mp.pool import Lease
 from lmcache_stream.kvcache.mp.probe import ProbeResult, probe
 from lmcache_stream.kvcache.mp.registry import Client, Layout, PoolView, Registry
-from lmcache_stream.kvcache.mp.session import AbandonedError, Errand, ForgottenError, Session, finish, run_errand
+from lmcache_stream.kvcache.mp.session import (
+    CLEAN_UP,
+    AbandonedError,
+    Errand,
+    ForgottenError,
+    Session,
+    detach,
+    finish,
+    run_errand,
+)
 from lmcache_stream.kvcache.mp.transport import open_transport
 from lmcache_stream.kvcache.mp.wire import GET_CHUNK_SIZE
 from lmcache_stream.transfer import TransferExecutor, default_executor
 from lmcache_stream.types import CacheKind
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Hashable, Sequence
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Hashable, Iterator, Sequence
+    from types import TracebackType
 
     from torch import Tensor
 
@@ -77,8 +87,17 @@ T = TypeVar("T")
 CONNECT_TIMEOUT = 3.0
 """Seconds for each of the few questions that connecting asks."""
 
+STATUS_TIMEOUT = 1.0
+"""Seconds for the server's `/status` where one can do without."""
+
+LOOKUP_TIMEOUT = 1.0
+"""Seconds that the last lookup of a wait has, whatever is left of its time."""
+
+LOOP_END_TIMEOUT = 2.0
+"""The same as `CLOSE_TIMEOUT` where the loop ends under an open context."""
+
 CLOSE_TIMEOUT = 5.0
-"""Seconds that a close waits for calls under way to let go of what they hold."""
+"""Seconds that a close waits for calls under way before it asks them to let go of what they hold."""
 
 TRUST = 1.0
 """Seconds for which a model once seen registered is taken to be so."""
@@ -120,7 +139,7 @@ class MPKVCacheContext(AsyncKVCacheContext):
         self._queries: tuple[Latent, torch.dtype] | None = None
         self._reader: Client | None = None
         self._served: dict[str, Client] = {}
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._errands: set[Errand] = set()
         self._busy: dict[Hashable, tuple[asyncio.Lock, int]] = {}
         self._turns = asyncio.Semaphore(max(4, 2 * self._executor.lanes))
         self._lane = itertools.cycle(range(1, transport.lanes + 1))
@@ -129,6 +148,9 @@ class MPKVCacheContext(AsyncKVCacheContext):
         self._written: dict[Hashable, set[asyncio.Future[None]]] = {}
         self._warned = False
         self._closing: asyncio.Task[None] | None = None
+        self._loop = asyncio.get_running_loop()
+        self._loop_end = self._at_loop_end()
+        self._loop_ends = self._closed = False
         if geometry is not None:
             try:
                 self._read_with(codec_for(facts, geometry))
@@ -284,7 +306,7 @@ class MPKVCacheContext(AsyncKVCacheContext):
                 errand.know(hit * self.chunk_size)
                 return hit * self.chunk_size
 
-        return await run_errand(work, self._seconds(timeout), self._tasks)
+        return await run_errand(work, Errand(self._seconds(timeout)), self._errands)
 
     async def wait_for(
         self,
@@ -301,7 +323,7 @@ class MPKVCacheContext(AsyncKVCacheContext):
         deadline = loop.time() + check_timeout(timeout)
         while True:
             remaining = max(deadline - loop.time(), 0.0)
-            covered = await self.lookup(tokens, cache_salt, kind=kind, timeout=max(remaining, CONNECT_TIMEOUT))
+            covered = await self.lookup(tokens, cache_salt, kind=kind, timeout=max(remaining, LOOKUP_TIMEOUT))
             remaining = deadline - loop.time()
             if covered >= wanted or remaining <= 0:
                 return covered
@@ -310,7 +332,7 @@ class MPKVCacheContext(AsyncKVCacheContext):
     async def close(self) -> None:
         """See `AsyncKVCacheContext.close`. Calls under way are given a few seconds to let go of what they hold."""
         if self._closing is None:
-            self._closing = asyncio.create_task(self._close())
+            self._closing = detach(self._close_in_time())
         await asyncio.shield(self._closing)
 
     async def start(self, *, serve: bool = False) -> None:
@@ -319,6 +341,7 @@ class MPKVCacheContext(AsyncKVCacheContext):
         Args:
             serve: Register the model's own name as well, and that of its queries: for a cache without an engine.
         """
+        await anext(self._loop_end)
         layout = self._layout_to_read_with()
         self._reader = await self._registry.client(layout, timeout=CONNECT_TIMEOUT)
         if serve:
@@ -425,7 +448,7 @@ class MPKVCacheContext(AsyncKVCacheContext):
         async with contextlib.AsyncExitStack() as held:
             try:
                 async with asyncio.timeout(seconds):
-                    await held.enter_async_context(self._alone(key))
+                    await held.enter_async_context(_Alone(self._busy, key))
                     await held.enter_async_context(self._turns)
             except TimeoutError as error:
                 raise CacheTimeout(f"other calls kept this one from starting within {seconds:g} s") from error
@@ -437,10 +460,11 @@ class MPKVCacheContext(AsyncKVCacheContext):
                 async with release:
                     return await work(errand)
 
-            return await run_errand(held_work, seconds - (loop.time() - started), self._tasks)
+            errand = Errand(seconds, seconds - (loop.time() - started))
+            return await run_errand(held_work, errand, self._errands)
 
-    @contextlib.asynccontextmanager
-    async def _writing_to(self, place: tuple[CacheKind, str], ids: tuple[int, ...]) -> AsyncIterator[None]:
+    @contextlib.contextmanager
+    def _writing_to(self, place: tuple[CacheKind, str], ids: tuple[int, ...]) -> Iterator[None]:
         """Say that chunks of `ids` are being written, which the server offers to nobody else and does not have yet."""
         written = asyncio.get_running_loop().create_future()
         key = (place, ids[: self.chunk_size])
@@ -459,18 +483,6 @@ class MPKVCacheContext(AsyncKVCacheContext):
         if under_way:
             await asyncio.wait(under_way, timeout=errand.remaining)
 
-    @contextlib.asynccontextmanager
-    async def _alone(self, key: Hashable) -> AsyncIterator[None]:
-        lock, users = self._busy.get(key, (asyncio.Lock(), 0))
-        self._busy[key] = lock, users + 1
-        try:
-            async with lock:
-                yield
-        finally:
-            lock, users = self._busy.pop(key)
-            if users > 1:
-                self._busy[key] = lock, users - 1
-
     def _session(self, errand: Errand, ids: tuple[int, ...], salt: str, kind: CacheKind) -> Session:
         return Session(
             self._transport,
@@ -481,24 +493,22 @@ class MPKVCacheContext(AsyncKVCacheContext):
             chunk_size=self.chunk_size,
             cache_salt=salt,
             lane=next(self._lane),
+            in_place=self._registry.pool is not None,
             forgotten=self._registry.forgotten,
         )
 
-    @contextlib.asynccontextmanager
-    async def _looked_up(
+    def _looked_up(
         self, errand: Errand, ids: tuple[int, ...], salt: str, kind: CacheKind, *, trust: float = TRUST
-    ) -> AsyncIterator[tuple[Session, int]]:
+    ) -> _LookedUp:
         """A session that has read-locked the chunks found, and their number."""
-        async with self._session(errand, ids, salt, kind) as session:
-            hit = await session.lookup()
-            name = _name(self.model_name, kind)
+        name = _name(self.model_name, kind)
+
+        async def found_nobody(hit: int) -> bool:
             if hit:
                 self._may_store[name] = asyncio.get_running_loop().time()
-            if hit or not await self._register_served(name, errand, trust):
-                yield session, hit
-                return
-        async with self._session(errand, ids, salt, kind) as session:
-            yield session, await session.lookup()
+            return not hit and await self._register_served(name, errand, trust)
+
+        return _LookedUp(lambda: self._session(errand, ids, salt, kind), found_nobody)
 
     async def _register_served(self, name: str, errand: Errand, trust: float) -> bool:
         """Tell a miss from a model that nobody serves any more; one that we serve is registered again: look again."""
@@ -513,7 +523,7 @@ class MPKVCacheContext(AsyncKVCacheContext):
                 await self._registry.again(served, seen, timeout=max(errand.remaining, CONNECT_TIMEOUT))
                 again = True
         else:
-            await self._check_served(name)
+            self._check_served(name, await self._status())
         if trust:
             self._seen_served[name] = now
         return again
@@ -522,11 +532,17 @@ class MPKVCacheContext(AsyncKVCacheContext):
         """Refuse to store what nobody could find, unless somebody could a short time ago."""
         now = asyncio.get_running_loop().time()
         if now >= self._may_store.get(name, -math.inf) + STORE_TRUST:
-            await self._register_served(name, errand, 0.0)
+            if name in self._served:
+                await self._register_served(name, errand, 0.0)
+            else:
+                try:
+                    status = await self._status(min(errand.remaining / 2, STATUS_TIMEOUT))
+                except CacheError:
+                    return  # the store tells what is wrong
+                self._check_served(name, status)
             self._may_store[name] = now
 
-    async def _check_served(self, name: str) -> None:
-        status = await self._status()
+    def _check_served(self, name: str, status: Any) -> None:
         metas = [status.get(key) for key in ("cache_context_meta", "non_cuda_context_meta")]
         entries = [entry for meta in metas if isinstance(meta, dict) for entry in meta.values()]
         served = {(entry.get("model_name"), entry.get("world_size", 1)) for entry in entries if isinstance(entry, dict)}
@@ -544,12 +560,12 @@ class MPKVCacheContext(AsyncKVCacheContext):
         """
         seen = client.times_registered
         try:
-            view = self._registry.view
+            view = self._registry.view(client)
             return await call(), view
         except ForgottenError:
             await self._registry.again(client, seen, timeout=max(errand.remaining, CONNECT_TIMEOUT))
         try:
-            view = self._registry.view
+            view = self._registry.view(client)
             return await call(), view
         except ForgottenError:
             raise CacheConnectionError(f"the cache server {self._transport.url} keeps forgetting this client") from None
@@ -578,8 +594,8 @@ class MPKVCacheContext(AsyncKVCacheContext):
         self, errand: Errand, session: Session, hit: int, use: Callable[[list[list[Tensor]]], Awaitable[T]]
     ) -> T:
         """Let `use` look at the first `hit` chunks of each rank, in place where there is shared memory."""
-        client = self._reader
-        assert client is not None
+        assert self._reader is not None
+        client = await self._registry.client(self._reader.layout, timeout=max(errand.remaining, CONNECT_TIMEOUT))
         prepared: list[PreparedRetrieve] = []
         views: list[PoolView] = []
         for rank in range(self._world_size):
@@ -588,7 +604,7 @@ class MPKVCacheContext(AsyncKVCacheContext):
             prepared.append(answer)
             views.append(view)
         errand.check()
-        with self._lease(views) as lease:
+        with self._lease(client, views) as lease:
             chunks = [await self._chunks(of_rank, lease) for of_rank in prepared]
             if any(len(of_rank) != hit for of_rank in chunks):
                 raise CacheProtocolError(
@@ -606,9 +622,10 @@ class MPKVCacheContext(AsyncKVCacheContext):
         return await self._executor.run(load_tensors, prepared.data)
 
     @contextlib.contextmanager
-    def _lease(self, views: list[PoolView]) -> Any:
+    def _lease(self, client: Client, views: list[PoolView]) -> Any:
         pool = views[0].pool
-        if any(view != self._registry.view for view in views) or (pool is not None and pool.closed):
+        now = self._registry.view(client)
+        if any(view != now for view in views) or (pool is not None and pool.closed):
             raise CacheConnectionError("the cache server restarted meanwhile: try again")
         if pool is None:
             yield None
@@ -644,13 +661,14 @@ class MPKVCacheContext(AsyncKVCacheContext):
         client = await self._registry.client(layout, timeout=max(errand.remaining, CONNECT_TIMEOUT))
         count = len(ids) // self.chunk_size
         await self._check_before_store(_name(self.model_name, kind), errand)
-        if self._registry.view.pool is None:
+        if self._registry.pool is None:
             return await self._store_pickled(errand, client, source, ids, salt, kind, codec, count)
-        async with self._session(errand, ids, salt, kind) as session, self._writing_to((kind, salt), ids):
-            offered = await self._write(errand, session, client, source, codec, count)
-            everywhere = set.intersection(*offered)
-            if len(everywhere) == count:
-                errand.know(StoreOutcome(count, taken=count))
+        with self._writing_to((kind, salt), ids):
+            async with self._session(errand, ids, salt, kind) as session:
+                offered = await self._write(errand, session, client, source, codec, count)
+                everywhere = set.intersection(*offered)
+                if len(everywhere) == count:
+                    errand.know(StoreOutcome(count, taken=count))
         if len(everywhere) == count:
             return StoreOutcome(count, taken=count)
         errand.check()
@@ -679,42 +697,51 @@ class MPKVCacheContext(AsyncKVCacheContext):
         prepared: list[StoreSlots] = []
         views: list[PoolView] = []
         failure: Exception | None = None
-        errand.check()  # from here on, something may be left unfinished
-
-        async def prepare(rank: int) -> StoreSlots:
-            client.unfinished.add(session)
-            return await session.prepare_store(rank, client)
-
-        for rank in range(self._world_size):
-            try:
-                slots, view = await self._knowing_us(errand, client, _bind(prepare, rank))
-                prepared.append(slots)
-                views.append(view)
-            except (CacheError, AbandonedError) as error:
-                # What was reserved for other ranks is published sooner or later: see that it is right.
-                failure = error
-                break
         taken: list[set[int]] = [set() for _ in range(self._world_size)]
-        if prepared:
-            with self._lease(views) as lease:
-                _check_apart([slot for slots in prepared for slot in slots.slots or ()])
-                targets: list[tuple[int, int, Tensor]] = []
-                for rank, slots in enumerate(prepared):
-                    places = self._targets(slots, lease, codec, client.layout.dtype, count)
-                    targets += [(rank, index, place) for index, place in places]
+        errand.check()  # from here on, something may be left reserved
+        client.writing.add(session)
+        try:
+            for rank in range(self._world_size):
+                try:
+                    call = _bind(session.prepare_store, rank, client)
+                    slots, view = await self._knowing_us(errand, client, call)
+                    prepared.append(slots)
+                    views.append(view)
+                except (CacheError, AbandonedError) as error:
+                    # What was reserved for other ranks is published sooner or later: see that it is right.
+                    failure = error
+                    break
+            if prepared:
+                with self._lease(client, views) as lease:
+                    targets: list[tuple[int, int, Tensor]] = []
+                    good: list[int] = []
+                    for rank, slots in enumerate(prepared):
+                        try:
+                            _check_apart([slot for of_rank in prepared for slot in of_rank.slots or ()])
+                            places = self._targets(slots, lease, codec, client.layout.dtype, count)
+                        except CacheProtocolError as error:
+                            failure = error
+                            continue
+                        good.append(rank)
+                        targets += [(rank, index, place) for index, place in places]
 
-                def copy(kv: Tensor, first: int, last: int) -> None:
-                    for rank, index, place in targets[first:last]:
-                        codec.encode(self._part(kv, codec, rank, index), place)
+                    def copy(kv: Tensor, first: int, last: int) -> None:
+                        for rank, index, place in targets[first:last]:
+                            codec.encode(self._part(kv, codec, rank, index), place)
 
-                await source.use(lambda kv: self._in_parts(copy, len(targets), kv))
-            for rank, slots in enumerate(prepared):
-                if slots.chunk_indices and await session.commit_store(rank, client):
-                    taken[rank].update(slots.chunk_indices)
-        if failure is not None and not isinstance(failure, AbandonedError):
-            raise failure
-        client.unfinished.discard(session)
+                    await source.use(lambda kv: self._in_parts(copy, len(targets), kv))
+                for rank in good:
+                    indices = prepared[rank].chunk_indices
+                    if indices and await session.commit_store(rank, client):
+                        taken[rank].update(indices)
+        except BaseException:
+            client.lost.add(session)
+            raise
+        finally:
+            client.writing.discard(session)
         if failure is not None:
+            if not isinstance(failure, AbandonedError):
+                client.lost.add(session)
             raise failure
         return taken
 
@@ -830,24 +857,110 @@ class MPKVCacheContext(AsyncKVCacheContext):
     def _check_open(self) -> None:
         if self._closing is not None:
             raise UsageError("the context is closed: connect again")
+        if asyncio.get_running_loop() is not self._loop:
+            raise UsageError("the context belongs to another event loop: connect once in each")
 
-    async def _status(self) -> Any:
-        status = await _fetch_json(f"{self.facts.http_url}/status")
+    async def _status(self, timeout: float = CONNECT_TIMEOUT) -> Any:
+        status = await _fetch_json(f"{self.facts.http_url}/status", timeout=timeout)
         if not isinstance(status, dict):
             raise CacheProtocolError(f"{self.facts.http_url}/status answers no JSON object")
         return status
 
-    async def _close(self) -> None:
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=CLOSE_TIMEOUT)
-        left = list(self._tasks)
-        for task in left:
-            task.cancel()
-        if left:
-            await asyncio.wait(left, timeout=CONNECT_TIMEOUT)
-        await self._registry.close(timeout=CONNECT_TIMEOUT)
-        await self._transport.close()
-        self._buffers.clear()
+    async def _close(self, patience: float) -> None:
+        """Give the calls under way `patience` seconds, and then `CLEAN_UP` more to let go of what they hold."""
+        try:
+            if self._errands:
+                await asyncio.wait(self._running(), timeout=patience)
+            for errand in self._errands:
+                errand.hurry()
+            if self._errands:
+                await asyncio.wait(self._running(), timeout=CLEAN_UP + 1)
+            left = self._running()
+            for task in left:
+                task.cancel()
+            if left:
+                await asyncio.wait(left, timeout=CONNECT_TIMEOUT)
+            await self._registry.close(timeout=CONNECT_TIMEOUT)
+        finally:
+            await self._transport.close()
+            self._buffers.clear()
+
+    async def _close_in_time(self) -> None:
+        try:
+            await self._close(CLOSE_TIMEOUT)
+        finally:
+            if not self._loop_ends:
+                self._closed = True
+                await self._loop_end.aclose()
+
+    def _running(self) -> list[asyncio.Task[Any]]:
+        return [errand.task for errand in self._errands if errand.task is not None]
+
+    async def _at_loop_end(self) -> AsyncGenerator[None]:
+        """What a loop that ends closes behind all tasks, which it has cancelled."""
+        try:
+            yield
+        finally:
+            if not self._closed:
+                self._loop_ends = True
+                if self._closing is None:
+                    self._closing = detach(self._close(LOOP_END_TIMEOUT))
+                await finish(self._closing, None)
+
+
+class _Alone:
+    """Waits until no other call with the same key is under way."""
+
+    def __init__(self, busy: dict[Hashable, tuple[asyncio.Lock, int]], key: Hashable) -> None:
+        self._busy = busy
+        self._key = key
+
+    async def __aenter__(self) -> None:
+        lock, users = self._busy.get(self._key, (asyncio.Lock(), 0))
+        self._busy[self._key] = lock, users + 1
+        try:
+            await lock.acquire()
+        except BaseException:
+            self._leave()
+            raise
+
+    async def __aexit__(self, *_: object) -> None:
+        self._busy[self._key][0].release()
+        self._leave()
+
+    def _leave(self) -> None:
+        lock, users = self._busy.pop(self._key)
+        if users > 1:
+            self._busy[self._key] = lock, users - 1
+
+
+class _LookedUp:
+    """A session after its lookup; another one where the first found nobody who serves the model, which was mended."""
+
+    def __init__(self, make: Callable[[], Session], found_nobody: Callable[[int], Awaitable[bool]]) -> None:
+        self._make = make
+        self._found_nobody = found_nobody
+
+    async def __aenter__(self) -> tuple[Session, int]:
+        hit, again = await self._enter()
+        if again:
+            await self._session.__aexit__(None, None, None)
+            hit, _ = await self._enter(last=True)
+        return self._session, hit
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self._session.__aexit__(exc_type, exc, tb)
+
+    async def _enter(self, *, last: bool = False) -> tuple[int, bool]:
+        self._session = self._make()
+        try:
+            hit = await self._session.lookup()
+            return hit, not last and await self._found_nobody(hit)
+        except BaseException as error:
+            await self._session.__aexit__(type(error), error, error.__traceback__)
+            raise
 
 
 class _Source:
@@ -872,7 +985,7 @@ class _Source:
         """Take a copy, since the caller may change the tensor from now on."""
         async with self._in_use:
             if not self._private:
-                self._kv = await self._executor.run(self._kv.clone)
+                self._kv = await asyncio.to_thread(self._kv.clone)
                 self._private = True
 
 
@@ -904,8 +1017,8 @@ def _equal_bytes(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
-async def _fetch_json(url: str, *, missing_ok: bool = False) -> Any:
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=CONNECT_TIMEOUT)) as session:
+async def _fetch_json(url: str, *, missing_ok: bool = False, timeout: float = CONNECT_TIMEOUT) -> Any:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout)) as session:
         return await fetch_json(session, url, missing_ok=missing_ok)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import uuid
 from dataclasses import dataclass
@@ -202,17 +203,20 @@ class GrpcTransport:
         body = await asyncio.to_thread(encode_request, operation, args) if large else encode_request(operation, args)
         try:
             await self._connected(connection, operation, min(CONNECT_GRACE, timeout))
-            answer: bytes = await connection.method(operation)(
-                body, timeout=max(deadline - loop.time(), 0.001), metadata=connection.metadata
+            left = max(deadline - loop.time(), 0.001)
+            under_way = connection.method(operation)(
+                body, timeout=left if left < math.inf else None, metadata=connection.metadata
             )
+            _outlive_the_loop(under_way)
+            answer: bytes = await under_way
         except grpc.aio.AioRpcError as error:
             raise self._mapped(error, operation, timeout) from error
         except grpc.aio.UsageError:
             raise self._gone() from None
         except asyncio.CancelledError:
-            # A channel that is closed cancels its calls.
+            # A channel that is closed cancels its calls, and a loop that ends those that it can see.
             task = asyncio.current_task()
-            if self._closed and task is not None and not task.cancelling():
+            if task is not None and not task.cancelling():
                 raise self._gone() from None
             raise
         if len(answer) > LARGE:
@@ -268,6 +272,13 @@ class GrpcTransport:
             )
         words = words.removeprefix("Exception calling application: ")
         return CacheError(f"the cache server at {self.url} refused {operation.name}: {words}")
+
+
+def _outlive_the_loop(call: Any) -> None:
+    """Hide the task of a call from the end of the loop, which would cancel it: its caller decides about it."""
+    task = getattr(call, "_invocation_task", None)
+    if isinstance(task, asyncio.Task):
+        asyncio._unregister_task(task)
 
 
 class _Connection:

@@ -56,21 +56,30 @@ class Layout:
 
 @dataclass(slots=True, eq=False)
 class Client:
-    """One registration, and its stores that have reserved something, or may have, and not published it."""
+    """One registration.
+
+    Attributes:
+        times_asked: How often it was asked for.
+        times_registered: How often it was made, and its pool mapped.
+        writing: Stores under way, which may have reserved something.
+        lost: Stores that have ended and may have left something reserved, which the end of the client would publish.
+    """
 
     instance_id: int
     model_name: str
     layout: Layout
+    times_asked: int = 0
     times_registered: int = 0
-    unfinished: set[object] = field(default_factory=set)
+    writing: set[object] = field(default_factory=set)
+    lost: set[object] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
 class PoolView:
-    """The pool, and how often a server that had forgotten us has told us a new one: slots are of one such time only."""
+    """The pool as a client knows it: slots that it was told of are of one such view."""
 
     pool: Pool | None
-    times_lost: int
+    times_asked: int
 
 
 class Registry:
@@ -88,7 +97,7 @@ class Registry:
         self._populate = populate
         self._clients: dict[tuple[str | None, Layout], Client] = {}
         self._lock = asyncio.Lock()
-        self.view = PoolView(None, 0)
+        self.pool: Pool | None = None
 
     async def client(self, layout: Layout, *, timeout: float, model_name: str | None = None) -> Client:
         """Find the registration for `layout`, or make one.
@@ -98,23 +107,29 @@ class Registry:
             timeout: Seconds.
             model_name: The name to register; None: one that nobody uses.
         """
-        async with self._lock:
-            client = self._clients.get((model_name, layout))
-            if client is None:
-                name = model_name or f"{SCRATCH_PREFIX}{uuid.uuid4().hex}"
-                client = self._clients[model_name, layout] = Client(secrets.randbits(63), name, layout)
-            if client.times_registered == 0:
-                await self._register(client, timeout)
-            return client
+        client = self._clients.get((model_name, layout))
+        if client is None:
+            name = model_name or f"{SCRATCH_PREFIX}{uuid.uuid4().hex}"
+            client = self._clients[model_name, layout] = Client(secrets.randbits(63), name, layout)
+        if not self._usable(client):
+            async with self._lock:
+                if not self._usable(client):
+                    await self._register(client, timeout)
+        return client
+
+    def view(self, client: Client) -> PoolView:
+        """The pool as `client` knows it now."""
+        return PoolView(self.pool, client.times_asked)
+
+    def _usable(self, client: Client) -> bool:
+        return client.times_registered > 0 and (self.pool is None or not self.pool.closed)
 
     async def again(self, client: Client, seen: int, *, timeout: float) -> None:
         """Register a forgotten client again, unless that was done since it had been registered `seen` times."""
         async with self._lock:
             if client.times_registered == seen:
-                # From the answer on, until the new pool is mapped, slots of it may be named.
-                self.view = PoolView(self.view.pool, self.view.times_lost + 1)
                 await self._register(client, timeout)
-                client.unfinished.clear()
+                client.lost.clear()
 
     async def forgotten(self, client: Client) -> bool:
         """Tell whether the server does not know `client` any more; False where it does not say."""
@@ -127,13 +142,13 @@ class Registry:
 
     async def close(self, *, timeout: float) -> None:
         """Unregister what has nothing half-written, and let go of the pool."""
-        ids = [client.instance_id for client in self._clients.values() if not client.unfinished]
+        ids = [client.instance_id for client in self._clients.values() if not client.writing and not client.lost]
         calls = (self._transport.call(UNREGISTER, instance_id, timeout=timeout) for instance_id in ids)
         for failed in await asyncio.gather(*calls, return_exceptions=True):
             if failed is not None:
                 logger.debug("while unregistering: %s", failed)
-        if self.view.pool is not None:
-            self.view.pool.close()
+        if self.pool is not None:
+            self.pool.close()
 
     async def _register(self, client: Client, timeout: float) -> None:
         layout = client.layout
@@ -147,14 +162,14 @@ class Registry:
             dtype_str=str(layout.dtype).removeprefix("torch."),
             use_mla=layout.one_plane,
         )
+        client.times_asked += 1  # from now on, until the pool is mapped, slots of a new one may be named
         registered = await self._transport.call(REGISTER, payload, timeout=timeout)
+        self.pool = await asyncio.to_thread(self._mapped, registered.shm_name.lstrip("/"))
         client.times_registered += 1
-        pool = await asyncio.to_thread(self._mapped, registered.shm_name.lstrip("/"))
-        self.view = PoolView(pool, self.view.times_lost)
 
     def _mapped(self, shm_name: str) -> Pool | None:
         """The pool, mapped again if the server has made another."""
-        pool = self.view.pool
+        pool = self.pool
         if pool is not None:
             if pool.name == shm_name and pool.is_current():
                 return pool

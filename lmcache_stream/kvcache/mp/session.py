@@ -4,8 +4,9 @@ A lookup takes read locks, `prepare_store` takes reservations, and both open a s
 reservation: one that is committed, or whose client goes away, is published as it is. So what was reserved is always
 written to the end, also when nobody waits for it any more.
 
-One thing is out of reach: where the answer to a `prepare_store` is lost, nobody knows what it reserved. The server
-takes that back after 600 s. Until then the client must stay registered; the server forgets it after an hour.
+Two things are out of reach. Where the answer to a `prepare_store` is lost, nobody knows what it reserved. The server
+takes that back after 600 s. Until then the client must stay registered; the server forgets it after an hour. Where a
+pickled retrieve is not answered, nobody knows whether it has unlocked what it read. The server does so after 300 s.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import uuid
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -51,6 +53,9 @@ T = TypeVar("T")
 PATIENCE = 1.0
 """Seconds without an answer after which a registration is looked after."""
 
+GRACE = 1.0
+"""Seconds behind its deadline after which a call ends for the user, wherever it is."""
+
 REPEAT = 2.0
 """Seconds without an answer after which a commit of a store is sent again."""
 
@@ -81,50 +86,82 @@ class Errand:
     """One call of a user. It runs in a task of its own, which is never cancelled, but asked to stop.
 
     Args:
-        timeout: Seconds until the user stops waiting.
+        timeout: Seconds that the user gave it.
+        remaining: Seconds that are left of them; None: all.
+
+    Attributes:
+        gone: Done when nobody waits any more.
+        hurried: Done when late answers are not to be waited for any more.
     """
 
-    def __init__(self, timeout: float) -> None:
+    def __init__(self, timeout: float, remaining: float | None = None) -> None:
         loop = asyncio.get_running_loop()
         self.timeout = timeout
-        self.abandoned = False
         self.outcome: asyncio.Future[Any] = loop.create_future()
+        self.gone: asyncio.Future[None] = loop.create_future()
+        self.hurried: asyncio.Future[None] = loop.create_future()
         self.before_leaving: Callable[[], Coroutine[Any, Any, None]] | None = None
         self.step_aside: Callable[[], Awaitable[None]] | None = None
-        self._deadline = loop.time() + timeout
+        self.task: asyncio.Task[Any] | None = None
+        self._deadline = loop.time() + (timeout if remaining is None else remaining)
         self._known: list[Any] = []
-        self._timer: asyncio.TimerHandle | None = None
+        self._left: asyncio.Task[None] | None = None
+        self._timers: list[asyncio.TimerHandle] = []
+        if self._deadline < math.inf:
+            self._timers.append(loop.call_at(self._deadline + GRACE, self._fail_late))
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether nobody waits any more."""
+        return self.gone.done()
 
     @property
     def remaining(self) -> float:
         """Seconds until the deadline, at least 0."""
-        return max(0.0, self._deadline - asyncio.get_running_loop().time())
+        return 0.0 if self.abandoned else max(0.0, self._deadline - asyncio.get_running_loop().time())
 
     def check(self) -> None:
         """Raise if nobody waits any more, or time is up."""
         if self.abandoned:
             raise AbandonedError
         if self.remaining <= 0:
-            raise CacheTimeout(f"the cache did not finish within {self.timeout:g} s")
+            raise self._too_late()
 
     def know(self, result: object) -> None:
         """Promise `result` to the user, however the clean-up goes, and at once if that takes long."""
         self._known.append(result)
-        self._timer = asyncio.get_running_loop().call_later(min(CLEAN_UP, self.remaining), self._settle)
+        self._timers.append(asyncio.get_running_loop().call_later(min(CLEAN_UP, self.remaining), self._settle))
+
+    def abandon(self) -> None:
+        """Tell it that nobody waits any more."""
+        if not self.gone.done():
+            self.gone.set_result(None)
+
+    def hurry(self) -> None:
+        """Tell it to let go of what it holds and end."""
+        self.abandon()
+        if not self.hurried.done():
+            self.hurried.set_result(None)
+
+    async def leave(self) -> None:
+        """Have ready what is needed when the user goes on, who may change what was given."""
+        self.abandon()
+        if self._left is None:
+            self._left = detach(self._leave())
+        await finish(self._left, None)
 
     async def fail(self, error: CacheError) -> None:
         """Let the user know now; the errand goes on to let go of what it holds."""
-        if not self.abandoned:
-            self.abandoned = True
-            if self.before_leaving is not None:
-                await self.before_leaving()
-        if not self.outcome.done():
+        await self.leave()
+        if self._known:
+            self._settle()
+        elif not self.outcome.done():
             self.outcome.set_exception(error)
 
     def end(self, task: asyncio.Task[Any]) -> None:
         """Settle the outcome, now that the errand's task has ended."""
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in self._timers:
+            timer.cancel()
         error = CacheConnectionError("the context was closed") if task.cancelled() else task.exception()
         if self._known:
             if error is not None:
@@ -133,65 +170,64 @@ class Errand:
         elif self.outcome.done():
             if error is not None and not isinstance(error, AbandonedError | CacheError):
                 logger.error("an abandoned call failed", exc_info=error)
+        elif isinstance(error, AbandonedError):
+            self.outcome.set_exception(CacheConnectionError("the context was closed"))
         elif error is not None:
             self.outcome.set_exception(error)
         else:
             self.outcome.set_result(task.result())
+
+    async def _leave(self) -> None:
+        if self.before_leaving is not None:
+            try:
+                await self.before_leaving()
+            except Exception:
+                logger.exception("what is being stored could not be copied: do not change it yet")
+
+    def _fail_late(self) -> None:
+        if not self.outcome.done() and not self.abandoned:
+            detach(self.fail(self._too_late()))
+
+    def _too_late(self) -> CacheTimeout:
+        return CacheTimeout(f"the cache did not finish within {self.timeout:g} s")
 
     def _settle(self) -> None:
         if not self.outcome.done():
             self.outcome.set_result(self._known[-1])
 
 
-async def run_errand(
-    work: Callable[[Errand], Coroutine[Any, Any, T]], timeout: float, tasks: set[asyncio.Task[Any]]
-) -> T:
+async def run_errand(work: Callable[[Errand], Coroutine[Any, Any, T]], errand: Errand, errands: set[Errand]) -> T:
     """Run `work`, and see it through to the end of its clean-up if the caller is cancelled (at most `CLEAN_UP`).
 
     Args:
         work: Makes the coroutine; it raises `AbandonedError` when it sees that it was abandoned.
-        timeout: Seconds that it has.
-        tasks: Where its task is kept while it runs.
+        errand: The errand that it is for.
+        errands: Where that is kept while it runs.
     """
-    errand = Errand(timeout)
-    task = detach(work(errand))
-    tasks.add(task)
-    task.add_done_callback(tasks.discard)
+    task = errand.task = detach(work(errand))
+    errands.add(errand)
+    task.add_done_callback(lambda _: errands.discard(errand))
     task.add_done_callback(errand.end)
     try:
         result: T = await errand.outcome
     except asyncio.CancelledError:
-        errand.abandoned = True
+        errand.abandon()
         await finish(task, CLEAN_UP)
-        if not task.done() and errand.before_leaving is not None:
-            await finish(detach(errand.before_leaving()), None)
-        raise
-    finally:
         if not task.done():
-            guard = asyncio.create_task(_see_to_its_end(task))
-            tasks.add(guard)
-            guard.add_done_callback(tasks.discard)
+            await errand.leave()
+        raise
     return result
 
 
 def detach(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
     """Start a task that the end of the loop does not cancel: what it holds at the server would stay held.
 
-    Somebody must wait for it who is cancelled in its place: the user, or a task that sees to its end.
+    Somebody must see to its end in time: the user, or the context. It may use no asynchronous generator, since the loop
+    closes those as well.
     """
     task = asyncio.create_task(work)
     asyncio._unregister_task(task)
     return task
-
-
-async def _see_to_its_end(task: asyncio.Task[Any]) -> None:
-    try:
-        await asyncio.wait([task])
-    except asyncio.CancelledError:
-        await finish(task, CLEAN_UP)
-        task.cancel()
-        await finish(task, CLEAN_UP)
-        raise
 
 
 async def finish(task: asyncio.Future[Any], seconds: float | None) -> None:
@@ -216,6 +252,7 @@ class Session:
         chunk_size: Tokens a chunk.
         cache_salt: The salt.
         lane: The connection for what moves data.
+        in_place: Whether chunks are read and written in shared memory.
         forgotten: Tells whether the server has forgotten a client.
     """
 
@@ -230,12 +267,14 @@ class Session:
         chunk_size: int,
         cache_salt: str,
         lane: int,
+        in_place: bool,
         forgotten: Callable[[Client], Coroutine[Any, Any, bool]],
     ) -> None:
         self._transport = transport
         self._errand = errand
         self._forgotten = forgotten
         self._lane = lane
+        self._in_place = in_place
         self._model_name = model_name
         self._world_size = world_size
         self._tokens = tokens
@@ -246,7 +285,10 @@ class Session:
         self._hit: int | None = None
         self._locked = set(range(world_size))
         self._prepared: dict[int, tuple[CacheKey, Client]] = {}
+        self._unanswered: set[int] = set()
+        self._early: dict[int, asyncio.Task[Any]] = {}
         self._opened = False
+        self._release_until = math.inf
 
     async def __aenter__(self) -> Self:
         return self
@@ -254,6 +296,8 @@ class Session:
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
     ) -> None:
+        for early in self._early.values():
+            early.cancel()
         if isinstance(exc, CacheConnectionError) or (isinstance(exc, CacheError) and not self._errand.remaining):
             await self._errand.fail(exc)
         await self._release()
@@ -266,7 +310,7 @@ class Session:
         while self._hit is None:
             self._errand.check()
             timeout = self._errand.remaining
-            self._hit = await self._wait(min(WAIT_SLICE, timeout / 2), timeout)
+            self._hit = await self._unless_gone(self._wait(min(WAIT_SLICE, timeout / 2), timeout))
         return self._hit
 
     async def prepare_retrieve(self, rank: int, chunks: int, client: Client) -> PreparedRetrieve:
@@ -274,12 +318,13 @@ class Session:
         self._errand.check()
         key = self._key(rank, chunks * self._chunk_size)
         self._prepared[rank] = key, client
+        self._unanswered.add(rank)
         try:
-            # Calls of one lane are worked on in order: the commit that follows is enough.
             prepared = await self._late(PREPARE_RETRIEVE, key, client.instance_id, linger=PATIENCE, client=client)
         except ForgottenError:
             del self._prepared[rank]
             raise
+        self._unanswered.discard(rank)
         if not prepared.success:
             # The server has let go of those that it found; of the others there is nothing to let go of.
             self._unlocked(rank)
@@ -296,9 +341,16 @@ class Session:
         """Reserve slots for the chunks of `rank` that the cache does not have. They must be written and committed."""
         self._errand.check()
         self._opened = True
-        key = self._key(rank)
-        prepared = await self._late(PREPARE_STORE, key, client.instance_id, linger=LINGER, client=client)
-        return prepared.context
+        args = (self._key(rank), client.instance_id)
+        prepared = await self._late(PREPARE_STORE, *args, linger=LINGER, client=client, keep_as=rank)
+        early = self._early.pop(rank, None)
+        if early is not None:
+            # It was sent before us, on the same lane: if it has reserved something, its answer is here.
+            if early.done() and not early.cancelled() and early.exception() is None and early.result().context.slots:
+                prepared = early.result()
+            early.cancel()
+        context: StoreSlots = prepared.context
+        return context
 
     async def commit_store(self, rank: int, client: Client) -> bool:
         """Publish what was reserved for `rank`; a commit that is not answered is sent once more.
@@ -306,16 +358,19 @@ class Session:
         Returns:
             Whether it was published; False where the server knows of no reservation.
         """
+        registered = client.times_registered
         try:
             return await self._commit_store(rank, client, b"", min(REPEAT, max(self._errand.remaining, PATIENCE)))
         except CacheError as error:
-            if await self._forgotten(client):
-                raise CacheConnectionError("the cache server restarted while chunks were stored: try again") from error
             if not self._errand.remaining:
                 await self._errand.fail(error)
+            lost = error
         # What the first one has published is not published again: then the server knows of no reservation any more.
-        await self._commit_store(rank, client, b"", CLEAN_UP)
-        return True
+        if client.times_registered == registered and not await self._forgotten(client):
+            await self._commit_store(rank, client, b"", CLEAN_UP)
+            if client.times_registered == registered:
+                return True
+        raise CacheConnectionError("the cache server restarted while chunks were stored: try again") from lost
 
     async def store_pickled(self, rank: int, client: Client, data: bytes) -> None:
         """Store all chunks of `rank`, pickled. It reserves nothing that it does not publish."""
@@ -348,32 +403,62 @@ class Session:
             raise CacheProtocolError(f"the cache server found {hit} chunks of {len(self._tokens)} tokens")
         return hit
 
-    async def _late(self, operation: Operation[R], *args: Any, linger: float, client: Client | None = None) -> R:
-        """Call what may take locks. It is waited for longer than the user waits, so that they can be let go of."""
+    async def _unless_gone(self, call: Coroutine[Any, Any, T]) -> T:
+        task = detach(call)
+        try:
+            await _first([task, self._errand.gone], None)
+            if not task.done():
+                raise AbandonedError
+            return await task
+        finally:
+            task.cancel()
+
+    async def _late(
+        self,
+        operation: Operation[R],
+        *args: Any,
+        linger: float,
+        client: Client | None = None,
+        keep_as: int | None = None,
+    ) -> R:
+        """Call what may take locks. It is waited for longer than the user waits, so that they can be let go of.
+
+        Args:
+            operation: What to call.
+            *args: Its arguments.
+            linger: Seconds that it is waited for behind the deadline.
+            client: The client that the server must know.
+            keep_as: The rank whose call goes on when the client turns out to be forgotten, since it may be worked on
+                when that is mended.
+        """
         errand = self._errand
         lane = self._lane if operation.moves_data else 0
         call = detach(self._transport.call(operation, *args, timeout=errand.remaining + linger, lane=lane))
         seen = client.times_registered if client is not None else 0
         doubts: list[asyncio.Task[bool]] = []
+        keep = False
         try:
-            await asyncio.wait([call], timeout=min(PATIENCE, errand.remaining))
-            if not call.done():
+            await _first([call, errand.gone], min(PATIENCE, errand.remaining))
+            if not call.done() and not errand.abandoned:
                 alive = detach(self._alive())
                 doubts.append(alive)
                 if client is not None:
                     forgotten = detach(self._forgotten(client))
                     doubts.append(forgotten)
-                    both = [call, forgotten]
-                    timeout = max(errand.remaining, PATIENCE)
-                    await asyncio.wait(both, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+                    await _first([call, forgotten, errand.gone], max(errand.remaining, PATIENCE))
                     again = client.times_registered != seen
                     if not call.done() and (again or (forgotten.done() and forgotten.result())):
+                        keep = keep_as is not None
                         raise ForgottenError
-                await asyncio.wait([call], timeout=errand.remaining)
-                if not call.done():
+                await _first([call, errand.gone], errand.remaining)
+                if not call.done() and not errand.abandoned:
                     await errand.fail(silence(self._transport.url, operation, errand.timeout, alive=await alive))
-                    if operation is LOOKUP and errand.step_aside is not None:
-                        await errand.step_aside()  # nothing is prepared under this key yet
+            if not call.done():
+                if operation is LOOKUP and errand.step_aside is not None:
+                    await errand.step_aside()  # nothing is prepared under this key yet
+                await _first([call, errand.hurried], linger)
+                if not call.done():
+                    raise CacheTimeout(f"{operation.name} was not answered")
             try:
                 return await call
             except CacheError:
@@ -382,8 +467,12 @@ class Session:
                     raise ForgottenError from None
                 raise
         finally:
-            for task in (call, *doubts):
+            for task in doubts:
                 task.cancel()
+            if keep and keep_as is not None:
+                self._early[keep_as] = call
+            else:
+                call.cancel()
 
     async def _alive(self) -> bool:
         try:
@@ -393,47 +482,65 @@ class Session:
         return True
 
     async def _release(self) -> None:
-        try:
-            if self._looked_up:
-                await self._unlock()
+        self._release_until = asyncio.get_running_loop().time() + CLEAN_UP
+        steps = _Steps()
+        if self._looked_up:
+            await self._unlock(steps)
+        for _ in range(2):  # a connection may have broken before the first one came through
             if self._opened:
-                with _tolerant("end_session"):
-                    await self._transport.call(END_SESSION, self._request_id, timeout=END_TIMEOUT)
-        except CacheConnectionError as error:
-            logger.debug("nothing to clean up: %s", error)
+                with steps.next("end_session"):
+                    await self._transport.call(END_SESSION, self._request_id, timeout=self._seconds(END_TIMEOUT))
+                    self._opened = False
+            if not steps.broken:
+                break
 
-    async def _unlock(self) -> None:
+    def _seconds(self, most: float) -> float:
+        """Seconds for the next step of a release, which is over in `CLEAN_UP`."""
+        return max(min(most, self._release_until - asyncio.get_running_loop().time()), 0.1)
+
+    async def _unlock(self, steps: _Steps) -> None:
         if self._hit is None:
-            await self._settle_lookup()
-        for rank in list(self._prepared):
-            # Whether the server has prepared is not known: after a commit that is answered, the locks are gone.
-            with _tolerant("commit_retrieve"):
-                if await self._forgotten(self._prepared[rank][1]):
+            await self._settle_lookup(steps)
+        for rank, (key, client) in list(self._prepared.items()):
+            with steps.next("commit_retrieve"):
+                if await self._forgotten(client):
                     self._unlocked(rank)  # a server that does not know us holds nothing for us, and would not answer
-                else:
-                    await self.commit_retrieve(rank)
+                    continue
+                if rank in self._unanswered and self._in_place:
+                    # A commit unlocks what was prepared, and says so even if nothing was. To prepare takes no lock.
+                    args = (key, client.instance_id)
+                    seconds = self._seconds(CLEAN_UP)
+                    await self._transport.call(PREPARE_RETRIEVE, *args, timeout=seconds, lane=self._lane)
+                await self.commit_retrieve(rank)
         if self._locked and self._hit != 0:
             whole = len(self._locked) == self._world_size
             for locked in [None] if whole else sorted(self._locked):
-                with _tolerant("free_lookup_locks"):
+                with steps.next("free_lookup_locks"):
                     args = (self._key(locked), self._world_size)
-                    await self._transport.call(FREE_LOOKUP_LOCKS, *args, timeout=CLEAN_UP)
+                    await self._transport.call(FREE_LOOKUP_LOCKS, *args, timeout=self._seconds(CLEAN_UP))
 
-    async def _settle_lookup(self) -> None:
+    async def _settle_lookup(self, steps: _Steps) -> None:
         """Wait for the end of a lookup: the locks of one under way cannot be freed."""
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + LINGER
-        with _tolerant("wait_prefetch_status"):
-            while await self._wait(WAIT_SLICE, CLEAN_UP) is None and loop.time() < deadline:
+        with steps.next("wait_prefetch_status"):
+            while await self._wait(WAIT_SLICE, self._seconds(CLEAN_UP)) is None and loop.time() < self._release_until:
                 pass
 
 
-@contextlib.contextmanager
-def _tolerant(name: str) -> Iterator[None]:
-    """Go on with cleaning up although one step of it failed; without a connection there is nothing to go on with."""
-    try:
-        yield
-    except CacheConnectionError:
-        raise
-    except CacheError as error:
-        logger.debug("%s while cleaning up: %s", name, error)
+async def _first(waited_for: list[asyncio.Future[Any]], seconds: float | None) -> None:
+    await asyncio.wait(waited_for, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+
+
+class _Steps:
+    """Goes on with cleaning up although a step of it failed; `broken` counts those that found no connection."""
+
+    def __init__(self) -> None:
+        self.broken = 0
+
+    @contextlib.contextmanager
+    def next(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except CacheError as error:
+            logger.debug("%s while cleaning up: %s", name, error)
+            self.broken += isinstance(error, CacheConnectionError)

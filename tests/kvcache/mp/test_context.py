@@ -21,10 +21,13 @@ from lmcache_stream.errors import (
 )
 from lmcache_stream.geometry import KVGeometry
 from lmcache_stream.kvcache.context import StoreOutcome
+from lmcache_stream.kvcache.mp import context as context_module
+from lmcache_stream.kvcache.mp import registry as registry_module
 from lmcache_stream.kvcache.mp import session as session_module
 from lmcache_stream.kvcache.mp import wire
 from lmcache_stream.kvcache.mp.codec import CPUPacked, Fused, Split
 from lmcache_stream.kvcache.mp.context import MPKVCacheContext, open_context
+from lmcache_stream.kvcache.mp.pool import Pool
 from lmcache_stream.testing.fake_cache_server import FakeCacheServer
 from lmcache_stream.types import CacheKind
 
@@ -783,7 +786,35 @@ def test_a_store_is_finished_when_the_loop_ends(shm_server: FakeCacheServer, tim
     assert shm_server.held == {}
     assert shm_server.chunks == 4
     assert shm_server.wrong_publications == 0
-    asyncio.run(contexts[0]._transport.close())
+    assert shm_server.clients == []
+
+
+@pytest.mark.parametrize(
+    "operation", [wire.LOOKUP, wire.WAIT_PREFETCH_STATUS, wire.PREPARE_RETRIEVE, wire.COMMIT_RETRIEVE, wire.END_SESSION]
+)
+@pytest.mark.parametrize("kind", ["ignore", "lose"])
+def test_nothing_is_held_when_the_loop_ends(
+    server: FakeCacheServer, operation: wire.Operation[Any], kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_module, "CLEAN_UP", 1.0)
+    monkeypatch.setattr(context_module, "LOOP_END_TIMEOUT", 0.2)
+    if operation is wire.PREPARE_RETRIEVE and kind == "ignore" and not server.shm_name:
+        pytest.skip("a pickled retrieve unlocks by itself: whether it did cannot be known")
+
+    async def main() -> None:
+        context = await opened(server, timeout=60.0).__aenter__()
+        await context.put(made_kv(), TOKENS)
+        fault = server.fault(operation, kind)
+        task = asyncio.create_task(context.retrieve(TOKENS))
+        await asyncio.to_thread(fault.struck.wait)
+        assert not task.done()
+
+    asyncio.run(main())
+    assert not {"read locks", "reservations", "reads", "writes"} & server.held.keys()
+    if operation is not wire.END_SESSION:
+        assert server.held == {}
+    assert server.wrong_unlocks == 0
+    assert server.clients == []
 
 
 async def test_a_store_waits_for_a_shorter_one_that_it_begins_with(
@@ -831,3 +862,141 @@ async def test_slots_of_an_earlier_registration_are_not_read(
         with pytest.raises(CacheConnectionError, match="restarted meanwhile"):
             await late
     assert shm_server.held == {}
+
+
+async def test_late_slots_of_a_forgotten_client_are_written(
+    shm_server: FakeCacheServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kv = made_kv()
+    async with opened(shm_server) as context:
+        await context.put(kv, [7, *TOKENS[1:]])
+        call = context._transport.call
+        again = asyncio.Event()
+        held: list[wire.Operation[Any]] = []
+
+        async def slow(operation: wire.Operation[Any], *args: Any, **options: Any) -> Any:
+            """A server whose first `prepare_store` waits in a queue until the client has registered again."""
+            if operation is wire.PREPARE_STORE and not held:
+                held.append(operation)
+                await again.wait()
+            elif operation is wire.PREPARE_STORE:
+                again.set()
+                await asyncio.sleep(0.1)
+            return await call(operation, *args, **options)
+
+        monkeypatch.setattr(context._transport, "call", slow)
+        shm_server.forget()
+        assert await context.put(kv, TOKENS) == StoreOutcome(4, taken=4)
+        assert torch.equal(await retrieved(context, TOKENS), kv)
+        assert shm_server.held == {}
+    assert shm_server.clients == []
+    assert shm_server.wrong_publications == 0
+
+
+async def test_two_layouts_registered_again_at_once(server: FakeCacheServer, ctx: MPKVCacheContext) -> None:
+    kv, queries = made_kv(), torch.randn(1, 3, len(TOKENS), 16)
+    await ctx.put(kv, TOKENS)
+    await ctx.put(queries, TOKENS, kind=CacheKind.QUERY)
+    for lost in (server.forget, server.restart):
+        lost()
+        outcomes = await asyncio.gather(
+            ctx.put(kv, TOKENS, f"{lost.__name__}"), ctx.put(queries, TOKENS, f"{lost.__name__}", kind=CacheKind.QUERY)
+        )
+        assert [outcome.taken for outcome in outcomes] == [4, 4]
+        assert server.held == {}
+
+
+@pytest.mark.parametrize("operation", [wire.LOOKUP, wire.PREPARE_RETRIEVE])
+async def test_a_cancelled_call_without_an_answer_blocks_nobody(
+    shm_server: FakeCacheServer,
+    shm_ctx: MPKVCacheContext,
+    operation: wire.Operation[Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(session_module, "CLEAN_UP", 0.5)
+    monkeypatch.setattr(session_module, "PATIENCE", 0.2)
+    kv = made_kv()
+    await shm_ctx.put(kv, TOKENS)
+    for _ in range(5):
+        fault = shm_server.fault(operation, "ignore")
+        task = asyncio.create_task(shm_ctx.retrieve(TOKENS, timeout=1000))
+        await asyncio.to_thread(fault.struck.wait)
+        task.cancel()
+        await asyncio.wait([task])
+    assert torch.equal(await retrieved(shm_ctx, TOKENS), kv)
+
+
+@pytest.mark.parametrize("kind", ["ignore", "lose", "garble"])
+async def test_read_locks_are_freed_whatever_became_of_the_preparation(
+    shm_server: FakeCacheServer, shm_ctx: MPKVCacheContext, kind: Any
+) -> None:
+    await shm_ctx.put(made_kv(), TOKENS)
+    shm_server.fault(wire.PREPARE_RETRIEVE, kind)
+    with pytest.raises((CacheTimeout, CacheProtocolError)):
+        await shm_ctx.retrieve(TOKENS, timeout=0.2)
+    await _until_let_go(shm_server)
+
+
+async def test_a_pool_that_could_not_be_mapped_is_mapped_before_the_next_store(
+    shm_server: FakeCacheServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kv = made_kv()
+    async with opened(shm_server) as context:
+        await context.put(kv, TOKENS)
+        shm_server.restart()
+        fails = [OSError("no descriptors"), None]
+
+        def mapping(*args: Any, **options: Any) -> Pool:
+            error = fails.pop(0) if fails else None
+            if error is not None:
+                raise CacheConnectionError(str(error))
+            return Pool(*args, **options)
+
+        monkeypatch.setattr(registry_module, "Pool", mapping)
+        with pytest.raises(CacheConnectionError, match="no descriptors"):
+            await context.put(kv, TOKENS)
+        assert await context.put(kv, TOKENS) == StoreOutcome(4, taken=4)
+        assert shm_server.held == {}
+
+
+async def test_a_registration_under_way_keeps_no_other_call_waiting(
+    shm_server: FakeCacheServer, shm_ctx: MPKVCacheContext
+) -> None:
+    shm_server.serve(f"{MODEL}##query", KVGeometry(num_layers=3, num_kv_heads=1, head_dim=16, planes=1))
+    await shm_ctx.put(made_kv(), TOKENS)
+    fault = shm_server.fault(wire.REGISTER, "hold")
+    first = asyncio.create_task(shm_ctx.put(torch.randn(1, 3, len(TOKENS), 16), TOKENS, kind=CacheKind.QUERY))
+    await asyncio.to_thread(fault.struck.wait)
+    assert await shm_ctx.put(made_kv(), TOKENS, "salt") == StoreOutcome(4, taken=4)
+    assert not first.done()
+    fault.release()
+    assert await first == StoreOutcome(4, taken=4)
+
+
+async def test_a_result_that_is_there_survives_a_broken_connection(shm_server: FakeCacheServer) -> None:
+    kv = made_kv()
+    async with opened(shm_server) as context:
+        await context.put(kv, TOKENS)
+        fault = shm_server.fault(wire.COMMIT_RETRIEVE, "ignore")
+        call = asyncio.create_task(context.retrieve(TOKENS))
+        await asyncio.to_thread(fault.struck.wait)
+        shm_server.restart()
+        found = await call
+    assert found is not None
+    assert torch.equal(found, kv)
+
+
+async def test_a_server_without_a_status_can_still_be_stored_to(
+    shm_server: FakeCacheServer, shm_ctx: MPKVCacheContext
+) -> None:
+    shm_server.http_status = 503
+    assert await shm_ctx.put(made_kv(), TOKENS) == StoreOutcome(4, taken=4)
+    shm_server.http_status = 200
+
+
+def test_a_context_of_another_loop_is_refused(shm_server: FakeCacheServer) -> None:
+    with asyncio.Runner() as runner:
+        context = runner.run(opened(shm_server).__aenter__())
+        with pytest.raises(UsageError, match="another event loop"):
+            asyncio.run(context.retrieve(TOKENS))
+        runner.run(context.close())
