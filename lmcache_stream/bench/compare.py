@@ -14,7 +14,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lmcache_stream.bench.quality_lines import read_quality
 from lmcache_stream.bench.result import read_result, write_result
+from lmcache_stream.errors import UsageError
 
 __all__ = ["Row", "add_arguments", "compare", "run"]
 
@@ -63,19 +65,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("first", type=Path, metavar="A.json", help="a result")
     parser.add_argument("second", type=Path, metavar="B.json", help="what to compare with it")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write both as one HTML page")
+    parser.add_argument(
+        "--quality", type=Path, metavar="FILE", help="what bench quality --json wrote, to be drawn into that page"
+    )
 
 
 def run(options: argparse.Namespace) -> None:
     """Run `lmcache-stream bench compare`."""
     from lmcache_stream.bench.report import render_report
 
+    if options.quality is not None and options.html is None:
+        raise UsageError("--quality goes into the page of --html: name a file for it")
+    quality = read_quality(options.quality) if options.quality is not None else None
     first, second = (read_result(path)[0] for path in (options.first, options.second))
     names = [options.first.name, options.second.name]
     if names[0] == names[1]:
         names = [str(options.first), str(options.second)]
     _show(names, compare(first, second))
     if options.html is not None:
-        write_result(options.html, render_report(list(zip(names, (first, second), strict=True))))
+        write_result(options.html, render_report(list(zip(names, (first, second), strict=True)), quality))
 
 
 def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[Row]:
@@ -94,6 +102,10 @@ def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[Row]:
     for name, label in (("kept_ratio", "Kept ratio"), ("edit_time", "Edit time (s)"), ("bytes_moved", "Bytes moved")):
         if all(one.get(name) is not None for one in ours):
             rows.append(_row(label, ours[0][name], ours[1][name]))
+    later = [one.get("edits_while_decoding") or {} for one in ours]
+    for name, label in (("completed", "Edits while decoding"), ("seconds", "Time of edits while decoding (s)")):
+        if all(name in one for one in later):
+            rows.append(_row(label, later[0][name], later[1][name]))
     with_edit = [one.get("with_edit_time") for one in ours]
     if any(one.get("editor") for one in ours) and all(with_edit):
         rows.append(

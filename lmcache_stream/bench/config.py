@@ -22,6 +22,7 @@ from pydantic import (
     model_validator,
 )
 
+from lmcache_stream.completions.request import check_request
 from lmcache_stream.errors import UsageError
 
 __all__ = ["METRICS", "EditorSpec", "ServeOptions", "add_flags", "load_options"]
@@ -143,11 +144,21 @@ def _json(given: Any) -> Any:
     return json.loads(given) if isinstance(given, str) else given
 
 
+def _extra_body(given: dict[str, Any]) -> dict[str, Any]:
+    if "max_tokens" in given:
+        raise ValueError("max_tokens is not for here: prompts bring their lengths, see --random-output-len and others")
+    try:
+        check_request([0], given, "", None)
+    except UsageError as error:
+        raise ValueError(str(error).replace("sampling_params", "it")) from error
+    return given
+
+
 def _resume(given: Any) -> Any:
     return {"": True, "true": True, "1": True, "false": None, "0": None, False: None}.get(given, given)
 
 
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, le=10**9)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -160,6 +171,10 @@ class ServeOptions(BaseModel):
     kv_url: Annotated[str | None, Field(description="its LMCache server's requests, such as tcp://localhost:5555")] = (
         None
     )
+    kv_model: Annotated[
+        str | None,
+        Field(description="name of the model in the KV cache, which is vLLM's --model, if the cache knows several"),
+    ] = None
     kv_http_url: Annotated[str | None, Field(description="the same server's HTTP, such as http://localhost:8080")] = (
         None
     )
@@ -177,7 +192,7 @@ class ServeOptions(BaseModel):
     dataset_path: Annotated[
         Path | None, Field(description='sharegpt: a JSON file; custom: JSON lines with "prompt" and "output_tokens"')
     ] = None
-    num_prompts: Annotated[Count, Field(description="prompts to send")] = 1000
+    num_prompts: Annotated[int, Field(ge=1, le=10**7, description="prompts to send")] = 1000
     seed: Annotated[int, Field(ge=0, lt=2**32, description="of prompts and arrivals")] = 0
     random_input_len: Annotated[Count, Field(description="tokens of a random prompt")] = 1024
     random_output_len: Annotated[Count, Field(description="tokens to generate from one")] = 128
@@ -212,10 +227,15 @@ class ServeOptions(BaseModel):
     num_warmups: Annotated[int, Field(ge=0, description="requests before the clock starts")] = 0
 
     ignore_eos: Annotated[bool, Field(description="generate to the full length; random prompts always do")] = False
-    temperature: Annotated[float | None, Field(ge=0, description="0: greedy; left out: the engine's default")] = None
+    temperature: Annotated[
+        float | None, Field(ge=0, allow_inf_nan=False, description="0: greedy; left out: the engine's default")
+    ] = None
     top_p: Annotated[float | None, Field(gt=0, le=1, description="left out: the engine's default")] = None
     extra_body: Annotated[
-        dict[str, Any], BeforeValidator(_json), Field(description="JSON object of further request parameters")
+        dict[str, Any],
+        BeforeValidator(_json),
+        AfterValidator(_extra_body),
+        Field(description="JSON object of further request parameters"),
     ] = {}
 
     editor: Annotated[
@@ -227,6 +247,10 @@ class ServeOptions(BaseModel):
         float | int | None,
         BeforeValidator(_keep),
         Field(description="KV that editors keep: a ratio such as 0.5, or a count of tokens"),
+    ] = None
+    edit_every: Annotated[
+        Count | None,
+        Field(description="edit again whenever that many tokens were generated; needs a count of tokens to keep"),
     ] = None
     compare_baseline: Annotated[bool, Field(description="decode the same prompts without an edit first")] = False
     modify_concurrency: Annotated[Count, Field(description="edits at once")] = 4
@@ -250,6 +274,9 @@ class ServeOptions(BaseModel):
     ] = [99.0]
 
     save_result: Annotated[bool, Field(description="write result, report.html and journal")] = False
+    quality: Annotated[
+        Path | None, Field(description="what bench quality --json wrote, to be drawn into report.html")
+    ] = None
     save_detailed: Annotated[bool, Field(description="write every request into the result, too")] = False
     result_dir: Annotated[Path | None, Field(description="folder for them (here)")] = None
     result_filename: Annotated[str | None, Field(description="name of the result, instead of one with the date")] = None
@@ -273,17 +300,33 @@ class ServeOptions(BaseModel):
             raise ValueError(
                 f"--dataset-path does not go with --dataset-name {self.dataset_name}: choose sharegpt, custom"
             )
-        if not self.editor and (self.compare_baseline or self.keep is not None):
-            raise ValueError("--keep and --compare-baseline need an --editor NAME")
+        if not self.editor and (self.compare_baseline or self.keep is not None or self.edit_every is not None):
+            raise ValueError("--keep, --edit-every and --compare-baseline need an --editor NAME")
+        if self.editor and "min_tokens" in self.extra_body:
+            raise ValueError(
+                "min_tokens in --extra-body does not go with --editor, whose prefill generates one token: "
+                "--ignore-eos generates to the full length"
+            )
         if self.base_url is not None and self.editor and self.kv_url is None:
             raise ValueError("--editor needs --kv-url and --kv-http-url beside --base-url")
         if self.kv_http_url is not None and self.kv_url is None:
             raise ValueError("--kv-http-url needs --kv-url")
+        if self.kv_model is not None and (self.base_url is None or self.kv_url is None):
+            raise ValueError("--kv-model needs --base-url and --kv-url")
         if self.base_url is None and self.kv_url is not None and not self.kv_url.startswith("memory://"):
             raise ValueError(f"--kv-url {self.kv_url} needs the --base-url of its engine")
+        if self.kv_url is not None and self.kv_http_url is None and not self.kv_url.startswith("memory://"):
+            raise ValueError(
+                f"--kv-url {self.kv_url} needs --kv-http-url, the same server's HTTP address, such as "
+                "http://localhost:8080"
+            )
+        if self.quality is not None and not (self.save_result or self.resume):
+            raise ValueError("--quality goes into report.html: add --save-result")
         if self.custom_output_len == 0:
             raise ValueError("--custom-output-len is -1 or at least 1")
-        if self.result_filename is not None and Path(self.result_filename).name != self.result_filename:
+        if self.result_filename is not None and (
+            Path(self.result_filename).name != self.result_filename or self.result_filename == ".."
+        ):
             raise ValueError("--result-filename is a name; its folder is --result-dir")
         return self
 
@@ -399,7 +442,14 @@ def _help(description: str, default: Any) -> str:
 def _metavar(name: str, annotation: Any) -> str:
     if get_origin(annotation) is Literal:
         return "{" + ",".join(get_args(annotation)) + "}"
-    for suffix, metavar in (("url", "URL"), ("path", "FILE"), ("dir", "FOLDER"), ("body", "JSON"), ("name", "NAME")):
+    for suffix, metavar in (
+        ("url", "URL"),
+        ("path", "FILE"),
+        ("dir", "FOLDER"),
+        ("quality", "FILE"),
+        ("body", "JSON"),
+        ("name", "NAME"),
+    ):
         if name.endswith(suffix):
             return metavar
     if name in ("model", "tokenizer", "result_filename"):

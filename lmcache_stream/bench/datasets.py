@@ -19,7 +19,7 @@ from lmcache_stream.errors import UsageError
 if TYPE_CHECKING:
     from lmcache_stream.bench.config import ServeOptions
 
-__all__ = ["Sample", "Tokenizer", "check_lengths", "digest", "load_samples"]
+__all__ = ["Sample", "Tokenizer", "check_asked_lengths", "check_lengths", "digest", "load_samples"]
 
 _REENCODINGS: Final = 10
 _SHORTEST: Final = 4
@@ -257,6 +257,26 @@ def _custom(options: ServeOptions, tokenizer: Tokenizer, lines: list[_Line]) -> 
 def _oversampled(samples: list[Sample], count: int, seed: int) -> list[Sample]:
     rng = random.Random(seed)
     return samples + [rng.choice(samples) for _ in range(count - len(samples))]
+
+
+def check_asked_lengths(options: ServeOptions, max_model_len: int | None) -> None:
+    """Refuse made-up prompts that the engine cannot take before they are made, with a `UsageError`."""
+    if options.dataset_name == "random":
+        length, output_len = options.random_prefix_len + options.random_input_len, options.random_output_len
+        ratios = options.random_range_ratio
+        least = options.random_prefix_len + math.floor(options.random_input_len * (1 - ratios["input"]))
+        least += max(1, math.floor(output_len * (1 - ratios["output"])))
+    elif options.dataset_name == "prefix_repetition":
+        length = options.prefix_repetition_prefix_len + options.prefix_repetition_suffix_len
+        output_len = options.prefix_repetition_output_len
+        least = length + output_len
+    else:
+        return
+    if max_model_len is not None and least > max_model_len:
+        raise UsageError(
+            f"prompts of {length:,} tokens and {output_len:,} to generate do not fit the {max_model_len:,} that the "
+            "engine takes in all: use shorter ones"
+        )
 
 
 def check_lengths(samples: Sequence[Sample], max_model_len: int | None) -> None:

@@ -16,6 +16,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lmcache_stream.bench.interrupts import run_until_interrupt
+from lmcache_stream.bench.live import table_width
 from lmcache_stream.bench.prompts import Prompt, read_prompts, shipped_prompts
 from lmcache_stream.errors import UsageError
 
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
 __all__ = ["Answer", "Place", "Report", "add_arguments", "embedded", "run", "run_demo", "served"]
 
 CACHE = "memory://demo"
-WIDTH = 80
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     servers.add_argument("--base-url", metavar="URL", help="a running vLLM, such as http://localhost:8000")
     servers.add_argument("--kv-url", metavar="URL", help="its LMCache server's requests, such as tcp://localhost:5555")
     servers.add_argument("--kv-http-url", metavar="URL", help="the same server's HTTP, such as http://localhost:8080")
+    servers.add_argument(
+        "--kv-model", metavar="NAME", help="the model's name there, which is vLLM's --model, if it knows several"
+    )
 
 
 def run(options: argparse.Namespace) -> None:
@@ -113,7 +117,15 @@ def run(options: argparse.Namespace) -> None:
     if options.model is not None and not options.model.is_dir():
         raise UsageError(f"{options.model} is no folder: --model takes a folder with config.json and the weights")
     editor = _editor(options.editor, options.keep)
-    report = asyncio.run(run_demo(_place(options, editor), prompts, editor, options.max_tokens))
+    place = _place(options, editor)
+    reports: list[Report] = []
+
+    async def work() -> None:
+        reports.append(await run_demo(place, prompts, editor, options.max_tokens))
+
+    if run_until_interrupt(work, _say):
+        raise KeyboardInterrupt
+    (report,) = reports
     if options.json is not None:
         options.json.write_text(json.dumps(report.to_dict(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     show(report, prompts, f"{options.editor}, keep {options.keep}")
@@ -144,7 +156,9 @@ async def embedded(model: Path, *, queries: bool = False) -> AsyncIterator[Place
 
 
 @asynccontextmanager
-async def served(base_url: str, kv_url: str, kv_http_url: str, model: Path | None) -> AsyncIterator[Place]:
+async def served(
+    base_url: str, kv_url: str, kv_http_url: str, model: Path | None, kv_model: str | None = None
+) -> AsyncIterator[Place]:
     """Use a running vLLM and its LMCache server; the reading of the KV is proven first.
 
     Raises:
@@ -154,7 +168,10 @@ async def served(base_url: str, kv_url: str, kv_http_url: str, model: Path | Non
     from lmcache_stream.engine.model import load_tokenizer
     from lmcache_stream.kvcache import aconnect
 
-    async with CompletionsClient(base_url) as client, aconnect(kv_url, kv_http_url, probe=client) as cache:
+    async with (
+        CompletionsClient(base_url) as client,
+        aconnect(kv_url, kv_http_url, kv_model, probe=client) as cache,
+    ):
         folder = model or Path(cache.model_name)
         if not folder.is_dir():
             raise UsageError(f"the tokenizer of {cache.model_name} is not here: --model takes the model's folder")
@@ -174,7 +191,7 @@ async def run_demo(
 
     greedy: dict[str, Any] = {"temperature": 0}
     async with place as at:
-        _say(f"Asking {at.cache.model_name} at {at.engine.base_url}, {len(prompts)} prompts.")
+        _say(f"Prompts to {at.cache.model_name} at {at.engine.base_url}: {len(prompts)}.")
         full, edited = AsyncBatchedStream(), AsyncBatchedStream()
         for number, prompt in enumerate(prompts, 1):
             token_ids = prompt.token_ids(at.tokenizer)
@@ -184,10 +201,10 @@ async def run_demo(
                     f"{at.cache.chunk_size}: take longer prompts"
                 )
             edited.add(AsyncLMCacheStream(at.cache, at.engine, token_ids))
-        prefill = await edited.prefill(greedy, width=WIDTH)
+        prefill = await edited.prefill(greedy, width=table_width())
         full.extend([await stream.fork() for stream in edited])
-        modify = await edited.modify(editor, width=WIDTH)
-        decode = await edited.decode({**greedy, "max_tokens": max_tokens}, width=WIDTH)
+        modify = await edited.modify(editor, width=table_width())
+        decode = await edited.decode({**greedy, "max_tokens": max_tokens}, width=table_width())
         await full.run_streams({**greedy, "max_tokens": max_tokens})
         return Report(prefill, modify, decode, _answers(prompts, full, edited))
 
@@ -196,7 +213,7 @@ def show(report: Report, prompts: list[Prompt], edit: str) -> None:
     """Print the tables of the phases, then every answer with all of its KV beside the one with the edited KV."""
     for metrics in (report.prefill, report.modify, report.decode):
         metrics.emit()
-    console = Console(width=WIDTH, force_jupyter=False)
+    console = Console(width=table_width(), force_jupyter=False)
     table = Table(title=Text("Answers", style="bold"), title_justify="left", box=box.ROUNDED, show_lines=True)
     for column, ratio in (("Question", 4), ("With all of its KV", 5), (f"With {edit}", 5)):
         table.add_column(column, ratio=ratio, overflow="fold")
@@ -247,8 +264,8 @@ def _place(options: argparse.Namespace, editor: Editor) -> AbstractAsyncContextM
     if all(urls):
         if "queries" in editor.needs:
             raise UsageError(f"{options.editor} needs the prompts' queries, which vLLM does not offload: take another")
-        return served(*urls, options.model)
-    if any(urls):
+        return served(*urls, options.model, options.kv_model)
+    if any((*urls, options.kv_model)):
         raise UsageError("--base-url, --kv-url and --kv-http-url go together: give all three, or none")
     return embedded(options.model or _smollm2(), queries="queries" in editor.needs)
 

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeAlias
 
+from lmcache_stream.metrics import MIN_WIDTH
+
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-__all__ = ["Live", "Show"]
+__all__ = ["Live", "Show", "table_width"]
+
+WIDEST = 80
 
 Show: TypeAlias = Callable[[int, bool], None]
 """Takes the tokens of a request that is through, and whether it failed."""
+
+
+def table_width() -> int:
+    """Columns for a table: those of the terminal, at most 80 and at least what a table needs."""
+    return max(MIN_WIDTH, min(WIDEST, shutil.get_terminal_size((WIDEST, 24)).columns))
 
 
 class Live:

@@ -27,6 +27,9 @@ def arrival_times(count: int, request_rate: float, burstiness: float, seed: int)
         request_rate: Requests a second; infinity: all at once.
         burstiness: 1 for a Poisson process, less for bursts, more for evener arrivals, infinity for equal gaps.
         seed: Of the draws; `vllm bench serve` with the same seed and the random dataset draws the same.
+
+    Raises:
+        UsageError: Rate or burstiness is so extreme that no times come out.
     """
     if math.isinf(request_rate) or not count:
         return [0.0] * count
@@ -35,6 +38,11 @@ def arrival_times(count: int, request_rate: float, burstiness: float, seed: int)
     else:
         gaps = np.random.RandomState(seed).gamma(burstiness, 1 / (request_rate * burstiness), count)
     times = np.cumsum(gaps)
+    if not 0 < times[-1] < math.inf:
+        raise UsageError(
+            f"--request-rate {request_rate:g} with --burstiness {burstiness:g} gives no times of arrival: take numbers "
+            "nearer to 1"
+        )
     return [float(at) for at in times * (count / request_rate / times[-1])]
 
 

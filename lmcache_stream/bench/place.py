@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import string
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 __all__ = ["LocalTokenizer", "Place", "RemoteTokenizer", "open_place"]
 
 EMBEDDED_CACHE = "memory://bench"
+
+_FLAGS = {"base_url": "--base-url", "http_url": "--kv-http-url", "model_name": "--kv-model"}
+_PARAMETER = re.compile(rf"\b({'|'.join(_FLAGS)})\b=?")
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,8 @@ async def _embedded(options: ServeOptions, queries: bool, held: AsyncExitStack) 
 
     if options.model is not None and _folder(options.model) is None:
         raise UsageError(
-            f"--model {options.model} is no folder: without --base-url it is the folder of the model to serve"
+            f"--model {options.model} is no model's folder: without --base-url it names the one to serve, with "
+            "config.json, weights and tokenizer"
         )
     folder = Path(options.model) if options.model is not None else await asyncio.to_thread(ensure_smollm2)
     url = options.kv_url or EMBEDDED_CACHE
@@ -96,7 +101,10 @@ async def _embedded(options: ServeOptions, queries: bool, held: AsyncExitStack) 
 
 
 async def _served(options: ServeOptions, base_url: str, held: AsyncExitStack) -> Place:
-    finder = await held.enter_async_context(CompletionsClient(base_url))
+    try:
+        finder = await held.enter_async_context(CompletionsClient(base_url))
+    except UsageError as error:
+        raise UsageError(_with_flags(error)) from error
     card = _choose(await _cards(finder), options.model, base_url)
     client = await held.enter_async_context(CompletionsClient(base_url, model=card.id))
     folder = _folder(options.model, card.root, card.id)
@@ -147,13 +155,18 @@ async def _connected(
     connecting = aconnect(
         options.kv_url,
         options.kv_http_url,
-        model_name=card.id if shared else None,
+        model_name=options.kv_model or (card.id if shared else None),
         probe=None if shared else client,
     )
     try:
         return await held.enter_async_context(connecting)
-    except CacheError as error:
-        raise UsageError(f"--kv-url {options.kv_url} cannot be used: {error}") from error
+    except (CacheError, UsageError) as error:
+        raise UsageError(f"--kv-url {options.kv_url} cannot be used: {_with_flags(error)}") from error
+
+
+def _with_flags(error: LMCacheError) -> str:
+    """What an error says, in the names of the command line."""
+    return _PARAMETER.sub(lambda found: _FLAGS[found[1]], str(error))
 
 
 def _geometry(cache: AsyncKVCacheContext | None, folder: Path | None) -> KVGeometry | None:
@@ -175,14 +188,13 @@ async def _tokenizer(
 
 
 def _load_tokenizer(source: str) -> Any:
+    from lmcache_stream.engine.model import load_tokenizer
+
     try:
-        from transformers import AutoTokenizer
-    except ImportError:
-        raise UsageError("a tokenizer needs transformers: pip install 'lmcache-stream[engine]'") from None
-    try:
-        return AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--tokenizer {source} cannot be loaded: {str(error).splitlines()[0]}") from error
+        return load_tokenizer(source)
+    except UsageError as error:
+        reason = error.__cause__ if isinstance(error.__cause__, OSError | ValueError) else error
+        raise UsageError(f"--tokenizer {source} cannot be loaded: {' '.join(str(reason).split())}") from error
 
 
 class LocalTokenizer:

@@ -12,7 +12,18 @@ from lmcache_stream.metrics import StreamPerfMetrics
 if TYPE_CHECKING:
     from lmcache_stream.journal import Journal, JournalContent
 
-__all__ = ["GENERATE", "EditRecord", "Entry", "Ledger", "Phase", "PhaseRecord", "Record", "RequestRecord", "grouped"]
+__all__ = [
+    "GENERATE",
+    "EditRecord",
+    "EditWhileDecoding",
+    "Entry",
+    "Ledger",
+    "Phase",
+    "PhaseRecord",
+    "Record",
+    "RequestRecord",
+    "grouped",
+]
 
 Phase: TypeAlias = Literal["generate", "prefill", "modify", "decode"]
 
@@ -20,8 +31,37 @@ GENERATE: Final = "generate"
 """The run without an editor."""
 
 
+class EditWhileDecoding(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One edit between two passes of a decode.
+
+    Args:
+        start: When it began, in seconds since the decode was sent.
+        duration: Seconds that it took, without the wait for its turn.
+        tokens_before: Tokens whose KV was edited.
+        tokens_after: Tokens that the edit gave back.
+        recomputed: Tokens of them that fill no chunk, so that the engine computes them anew.
+        chunks_stored: Chunks stored; 0 where the edit left everything as it was.
+        bytes_moved: Bytes of KV read and written.
+        seconds: Seconds by step: wait, retrieve, edit, store.
+    """
+
+    start: float
+    duration: float
+    tokens_before: int = 0
+    tokens_after: int = 0
+    recomputed: int = 0
+    chunks_stored: int = 0
+    bytes_moved: int = 0
+    seconds: dict[str, float] = {}
+
+    @property
+    def tokens_stored(self) -> int:
+        """Tokens that the cache holds of the edit."""
+        return self.tokens_after - self.recomputed if self.chunks_stored else 0
+
+
 class RequestRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="request", tag_field="kind"):
-    """One request to the engine.
+    """One request to the engine; a decode with edits is several to the engine, and one here.
 
     Args:
         run: The run that it belongs to.
@@ -34,8 +74,10 @@ class RequestRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="reques
         events: When tokens arrived, in seconds since `start`, and how many at once.
         text: What was generated.
         tokens: The ids that a prefill generated.
-        cached_tokens: Prompt tokens that the engine took from a cache; None if it does not say.
-        edit_shortfall: Tokens of a stored edit that it did not.
+        cached_tokens: Prompt tokens that the engine took from a cache, in the last pass of a decode with edits; None if
+            it does not say.
+        edit_shortfall: Tokens of stored edits that it did not.
+        edits: Edits between the passes of a decode.
         error: Why it failed; empty if it did not.
     """
 
@@ -51,6 +93,7 @@ class RequestRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="reques
     tokens: list[int] = []
     cached_tokens: int | None = None
     edit_shortfall: int = 0
+    edits: list[EditWhileDecoding] = []
     error: str = ""
 
     @property
@@ -181,6 +224,15 @@ class Ledger:
     def edits(self, run: str) -> list[EditRecord]:
         """A run's edits, in the order of their prompts."""
         return [record for record in self._in_order(run, "modify") if isinstance(record, EditRecord)]
+
+    def failures(self) -> list[str]:
+        """Run, phase and reason of everything that failed, in order of time."""
+        return [
+            f"{run}, {phase}: {record.error}"
+            for (run, phase), records in self._records.items()
+            for record in records.values()
+            if record.error
+        ]
 
     def is_finished(self, run: str, phase: Phase) -> bool:
         """Whether a phase came to its end."""

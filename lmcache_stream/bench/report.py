@@ -7,7 +7,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from string import ascii_uppercase
 from typing import Any, Final
 
-from lmcache_stream.bench.result import Distribution, PhaseResult, RunResult, StreamResult
+from lmcache_stream.bench.quality_lines import Quality
+from lmcache_stream.bench.result import (
+    Distribution,
+    EditsWhileDecodingResult,
+    PhaseResult,
+    RunResult,
+    StreamResult,
+    rate,
+)
 from lmcache_stream.bench.svg import Series, line_chart
 from lmcache_stream.metrics import Metrics, Section
 
@@ -43,7 +51,9 @@ svg text { font-size: 12px; fill: var(--soft); } .grid { stroke: var(--rule); st
 .legend { display: flex; flex-wrap: wrap; gap: .25rem 1.25rem; margin: .75rem 0; padding: 0; list-style: none; }
 .legend li::before { content: ""; display: inline-block; width: .8em; height: .8em; border-radius: 2px;
   margin-right: .4em; background: var(--colour); }
+.legend li.dashed::before { background: repeating-linear-gradient(90deg, var(--colour) 0 3px, transparent 3px 5px); }
 """
+_DASHED: Final = ' class="dashed"'
 
 
 def tables(result: Mapping[str, Any], width: int = 80) -> list[Metrics]:
@@ -71,6 +81,8 @@ def tables(result: Mapping[str, Any], width: int = 80) -> list[Metrics]:
             _add(table.add_section(metric, f"{title} (ms)"), {key.split("_", 1)[0]: result[key] for key in keys})
     if ours.modify is not None:
         _add_edit(table.add_section("edit", "Edit"), ours)
+    if (edits := ours.edits_while_decoding) is not None:
+        _add_edits_while_decoding(table.add_section("while_decoding", f"Edits every {edits.every:,} tokens"), edits)
     if not ours.other_runs:
         return [table]
     return [table, _comparison([ours, *ours.other_runs], width)]
@@ -94,6 +106,14 @@ def _add_edit(section: Section, run: RunResult) -> None:
     section.add("with_edit_time", "Generated tokens with edit time (tok/s)", run.with_edit_time.output_tokens)
 
 
+def _add_edits_while_decoding(section: Section, edits: EditsWhileDecodingResult) -> None:
+    section.add("completed", "Edits", edits.completed)
+    section.add("tokens_before", "Tokens before, mean", rate(edits.tokens_before, edits.completed))
+    section.add("tokens_after", "Tokens after, mean", rate(edits.tokens_after, edits.completed))
+    section.add("edit_ms", "Time of an edit, mean (ms)", edits.edit_ms.mean if edits.edit_ms else None)
+    section.add("share", "Share of the requests' time", edits.share)
+
+
 def _comparison(runs: Sequence[RunResult], width: int) -> Metrics:
     table = Metrics("All runs", width=width)
     for run in runs:
@@ -111,14 +131,12 @@ def _comparison(runs: Sequence[RunResult], width: int) -> Metrics:
     return table
 
 
-def render_report(
-    results: Sequence[tuple[str, Mapping[str, Any]]], quality: Sequence[tuple[str, float, float]] = ()
-) -> str:
+def render_report(results: Sequence[tuple[str, Mapping[str, Any]]], quality: Quality | None = None) -> str:
     """One HTML page over one or more results: a table, and charts of all their runs.
 
     Args:
         results: Name and content of each; those of `vllm bench serve` itself are named, and have no charts.
-        quality: Name, kept ratio and quality of each edit, where quality was measured.
+        quality: What editors keep of the model's answers, where that was measured.
 
     Returns:
         The page; it refers to nothing outside itself.
@@ -133,11 +151,13 @@ def render_report(
     title = "Benchmark: " + ", ".join(dict.fromkeys(str(result.get("model_id", name)) for name, result in results))
     body = [f"<h1>{html.escape(title)}</h1>"]
     body += [_facts(letter, name, result) for letter, (name, result) in zip(letters, results, strict=False)]
-    body += [_run_table(runs) if runs else "", "<h2>Latencies and throughput</h2>" if runs else "", _legend(runs)]
-    body += ['<div class="charts">', *_charts(runs), *_quality_chart(quality), "</div>"]
-    colours = "".join(
-        f".s{number}{{stroke:{colour}}}.dot.s{number}{{fill:{colour}}}" for number, colour in _colours(len(runs))
-    )
+    body += [_run_table(runs) if runs else "", "<h2>Latencies and throughput</h2>" if runs else ""]
+    body += [_legend([name for name, _ in runs]), '<div class="charts">', *_charts(runs), "</div>"]
+    lines = _quality_lines(quality)
+    if quality is not None:
+        body += ["<h2>Quality by kept ratio</h2>", f"<p>{html.escape(quality.about)}</p>", _legend(lines)]
+        body += ['<div class="charts">', *_quality_charts(quality, lines), "</div>"]
+    colours = "".join(_colour_rule(number) for number in range(max(len(runs), len(lines))))
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -173,6 +193,7 @@ def _run_table(runs: Sequence[tuple[str, RunResult]]) -> str:
         ("ITL p99, ms", lambda run: _shown(run.last.itl_ms and run.last.itl_ms.p99, ",.2f")),
         ("Kept", lambda run: _shown(run.kept_ratio, ".1%")),
         ("Edit mean, ms", lambda run: _shown(run.modify and run.modify.edit_ms and run.modify.edit_ms.mean, ",.1f")),
+        ("Edits while decoding", lambda run: _shown((later := run.edits_while_decoding) and later.completed, ",")),
         ("Edit taken", lambda run: _shown(run.edit_taken_ratio, ".1%")),
     ]
     head = "".join(f"<th>{html.escape(title)}</th>" for title, _ in columns)
@@ -187,16 +208,21 @@ def _shown(value: Any, form: str) -> str:
     return "–" if value is None else format(value, form)
 
 
-def _legend(runs: Sequence[tuple[str, RunResult]]) -> str:
+def _legend(names: Sequence[str]) -> str:
     items = "".join(
-        f'<li style="--colour:{colour}">{html.escape(name)}</li>'
-        for (name, _), (_, colour) in zip(runs, _colours(len(runs)), strict=True)
+        f'<li{_DASHED if number >= len(COLOURS) else ""} style="--colour:{_colour(number)}">{html.escape(name)}</li>'
+        for number, name in enumerate(names)
     )
     return f'<ul class="legend">{items}</ul>' if items else ""
 
 
-def _colours(count: int) -> list[tuple[int, str]]:
-    return [(number, COLOURS[number % len(COLOURS)]) for number in range(count)]
+def _colour(number: int) -> str:
+    return COLOURS[number % len(COLOURS)]
+
+
+def _colour_rule(number: int) -> str:
+    dashes = ";stroke-dasharray:6 4" if number >= len(COLOURS) else ""
+    return f".line.s{number}{{stroke:{_colour(number)}{dashes}}}.dot.s{number}{{fill:{_colour(number)}}}"
 
 
 def _charts(runs: Sequence[tuple[str, RunResult]]) -> Iterator[str]:
@@ -211,6 +237,8 @@ def _charts(runs: Sequence[tuple[str, RunResult]]) -> Iterator[str]:
     yield _distribution_chart(
         "Time of an edit", [(name, run.modify.edit_ms if run.modify else None) for name, run in runs]
     )
+    while_decoding = [(name, edits.edit_ms if (edits := run.edits_while_decoding) else None) for name, run in runs]
+    yield _distribution_chart("Time of an edit while decoding", while_decoding)
     prefill = [(name, prefilled.ttft_ms) for name, run in runs[:1] if (prefilled := run.phases.get("prefill"))]
     yield _distribution_chart("Time to first token of the prefill", prefill)
     over_time = [Series(name, run.last.throughput) for name, run in runs]
@@ -225,10 +253,15 @@ def _distribution_chart(title: str, spreads: Sequence[tuple[str, Distribution | 
     return _figure(title, line_chart(f"{title}, cumulative", "milliseconds", "% of values", series))
 
 
-def _quality_chart(quality: Sequence[tuple[str, float, float]]) -> Iterator[str]:
-    if quality:
-        series = [Series(name, [(kept, score)], dots=True) for name, kept, score in quality]
-        yield _figure("Quality by kept ratio", line_chart("Quality by kept ratio", "kept ratio", "quality", series))
+def _quality_lines(quality: Quality | None) -> list[str]:
+    """Names of the lines in all panels; each has one colour."""
+    return list(dict.fromkeys(name for panel in quality.panels for name in panel.lines)) if quality else []
+
+
+def _quality_charts(quality: Quality, lines: Sequence[str]) -> Iterator[str]:
+    for panel in quality.panels:
+        series = [Series(name, panel.lines.get(name, []), dots=True) for name in lines]
+        yield _figure(panel.title, line_chart(f"{panel.title}, by kept ratio", "kept ratio", panel.unit, series))
 
 
 def _figure(title: str, chart: str) -> str:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from lmcache_stream.bench.records import GENERATE, EditRecord, Ledger, RequestRecord
+from lmcache_stream.bench.records import GENERATE, EditRecord, EditWhileDecoding, Ledger, RequestRecord
 from lmcache_stream.bench.runner import BASELINE, SHARED
 from lmcache_stream.errors import UsageError
 from lmcache_stream.metrics import percentile
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 __all__ = [
     "SCHEMA_VERSION",
     "Distribution",
+    "EditsResult",
+    "EditsWhileDecodingResult",
     "ModifyResult",
     "PhaseResult",
     "Run",
@@ -138,13 +140,11 @@ class PhaseResult(_Part):
     throughput: list[tuple[float, float]] = []
 
 
-class ModifyResult(_Part):
-    """A phase of edits.
+class EditsResult(_Part):
+    """Edits.
 
     Args:
-        duration: Seconds.
         completed: Edits that succeeded.
-        failed: Edits that failed.
         tokens_before: Tokens whose KV was edited.
         tokens_after: Tokens that the edits gave back.
         recomputed: Tokens of them that fill no chunk, so that the engine computes them anew.
@@ -154,9 +154,7 @@ class ModifyResult(_Part):
         steps_ms: The same by step: wait, retrieve, edit, store.
     """
 
-    duration: float
     completed: int
-    failed: int
     tokens_before: int
     tokens_after: int
     recomputed: int
@@ -164,6 +162,32 @@ class ModifyResult(_Part):
     bytes_moved: int
     edit_ms: Distribution | None = None
     steps_ms: dict[str, Distribution] = {}
+
+
+class ModifyResult(EditsResult):
+    """A phase of edits.
+
+    Args:
+        duration: Seconds.
+        failed: Edits that failed.
+    """
+
+    duration: float
+    failed: int
+
+
+class EditsWhileDecodingResult(EditsResult):
+    """Edits between the passes of decodes; one that fails ends its request.
+
+    Args:
+        every: Tokens between two edits of a request.
+        seconds: Time of all edits together; in each request's own time, and in `without_edit_time` too.
+        share: That, over the time of all requests that succeeded together.
+    """
+
+    every: int
+    seconds: float
+    share: float
 
 
 class RunResult(_Part):
@@ -174,10 +198,11 @@ class RunResult(_Part):
         editor: The editor; None without one.
         phases: Its phases of requests by name: generate, or prefill and decode. The prefill is common to all runs.
         modify: Its phase of edits; None without one.
-        kept_ratio: Tokens after the edits over tokens before; None without edits.
-        bytes_moved: Bytes of KV read and written by edits.
+        edits_while_decoding: Edits between the passes of its decodes; None without `edit_every`.
+        kept_ratio: Tokens after the edits over tokens before, in the phase of edits; None without one.
+        bytes_moved: Bytes of KV read and written by all edits.
         edit_time: Seconds of the phase of edits.
-        without_edit_time: Throughput over the time of the last phase.
+        without_edit_time: Throughput over the time of the last phase; edits while decoding are part of that.
         with_edit_time: Throughput over that and the time of the phase of edits.
         edit_taken_ratio: Share of the stored edits' tokens that the engine took from the cache; None if it does not
             say, or without edits. Below 1, this run measures something else than decoding from edits.
@@ -189,6 +214,7 @@ class RunResult(_Part):
     editor: str | None = None
     phases: dict[str, PhaseResult]
     modify: ModifyResult | None = None
+    edits_while_decoding: EditsWhileDecodingResult | None = None
     kept_ratio: float | None = None
     bytes_moved: int = 0
     edit_time: float = 0.0
@@ -275,7 +301,7 @@ def build_result(run: Run, ledger: Ledger) -> dict[str, Any]:
     baseline = [BASELINE] if options.compare_baseline else []
     names = [*run.editors, *baseline] if run.editors else [GENERATE]
     outcomes = {name: _outcomes(ledger, name, run.count) for name in names}
-    results = {name: _run_result(ledger, name, outcomes[name]) for name in names}
+    results = {name: _run_result(ledger, name, outcomes[name], options.edit_every) for name in names}
     if BASELINE in results:
         results = {name: _against(one, results[BASELINE]) for name, one in results.items()}
     first, *others = results.values()
@@ -356,9 +382,13 @@ def write_result(path: Path, text: str) -> None:
     """Write a file whole or not at all.
 
     Raises:
-        OSError: It cannot be written.
+        UsageError: There is no such folder, or it cannot be written to.
+        OSError: The file cannot be written.
     """
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from error
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
@@ -471,7 +501,9 @@ def _outcomes(ledger: Ledger, run: str, count: int) -> list[RequestRecord]:
     return outcomes
 
 
-def _run_result(ledger: Ledger, name: str, outcomes: Sequence[RequestRecord]) -> RunResult:
+def _run_result(
+    ledger: Ledger, name: str, outcomes: Sequence[RequestRecord], edit_every: int | None = None
+) -> RunResult:
     if name == GENERATE:
         last = _phase_result(outcomes, ledger.duration(name, "generate"))
         whole = _throughput(last, last.duration)
@@ -480,14 +512,16 @@ def _run_result(ledger: Ledger, name: str, outcomes: Sequence[RequestRecord]) ->
     last = _phase_result(outcomes, ledger.duration(name, "decode"))
     edits = ledger.edits(name)
     modify = _modify_result(edits, ledger.duration(name, "modify")) if name != BASELINE else None
+    while_decoding = _while_decoding(outcomes, edit_every) if modify and edit_every else None
     edit_time = modify.duration if modify else 0.0
     return RunResult(
         run=name,
         editor=name if modify else None,
         phases={"prefill": prefill, "decode": last},
         modify=modify,
+        edits_while_decoding=while_decoding,
         kept_ratio=modify.tokens_after / modify.tokens_before if modify and modify.tokens_before else None,
-        bytes_moved=modify.bytes_moved if modify else 0,
+        bytes_moved=sum(edits.bytes_moved for edits in (modify, while_decoding) if edits),
         edit_time=edit_time,
         without_edit_time=_throughput(last, last.duration),
         with_edit_time=_throughput(last, last.duration + edit_time),
@@ -517,19 +551,31 @@ def _phase_result(outcomes: Sequence[RequestRecord], duration: float) -> PhaseRe
 
 def _modify_result(edits: Sequence[EditRecord], duration: float) -> ModifyResult:
     good = [one for one in edits if not one.error]
-    steps = {step: Distribution.of(one.seconds.get(step, 0.0) for one in good) for one in good for step in one.seconds}
-    return ModifyResult(
-        duration=duration,
-        completed=len(good),
-        failed=len(edits) - len(good),
-        tokens_before=sum(one.tokens_before for one in good),
-        tokens_after=sum(one.tokens_after for one in good),
-        recomputed=sum(one.recomputed for one in good),
-        chunks_stored=sum(one.chunks_stored for one in good),
-        bytes_moved=sum(one.bytes_moved for one in good),
-        edit_ms=Distribution.of(one.duration for one in good),
-        steps_ms={step: spread for step, spread in steps.items() if spread is not None},
-    )
+    return ModifyResult(duration=duration, failed=len(edits) - len(good), **_edits_result(good))
+
+
+def _while_decoding(outcomes: Sequence[RequestRecord], every: int) -> EditsWhileDecodingResult:
+    good = [one for one in outcomes if not one.error]
+    edits = [edit for one in good for edit in one.edits]
+    seconds = math.fsum(edit.duration for edit in edits)
+    share = rate(seconds, math.fsum(one.duration for one in good))
+    return EditsWhileDecodingResult(every=every, seconds=seconds, share=share, **_edits_result(edits))
+
+
+def _edits_result(edits: Sequence[EditRecord] | Sequence[EditWhileDecoding]) -> dict[str, Any]:
+    """The fields of an `EditsResult` over edits that succeeded."""
+    names = dict.fromkeys(step for one in edits for step in one.seconds)
+    steps = {step: Distribution.of(one.seconds.get(step, 0.0) for one in edits) for step in names}
+    return {
+        "completed": len(edits),
+        "tokens_before": sum(one.tokens_before for one in edits),
+        "tokens_after": sum(one.tokens_after for one in edits),
+        "recomputed": sum(one.recomputed for one in edits),
+        "chunks_stored": sum(one.chunks_stored for one in edits),
+        "bytes_moved": sum(one.bytes_moved for one in edits),
+        "edit_ms": Distribution.of(one.duration for one in edits),
+        "steps_ms": steps,
+    }
 
 
 def _throughput(last: PhaseResult, duration: float) -> Throughput:
@@ -542,10 +588,13 @@ def _throughput(last: PhaseResult, duration: float) -> Throughput:
 
 def _taken(edits: Sequence[EditRecord], outcomes: Sequence[RequestRecord]) -> float | None:
     stored = {one.index: len(one.stored) for one in edits if not one.error}
-    told = [one for one in outcomes if not one.error and one.cached_tokens is not None and stored.get(one.index)]
-    if not told:
-        return None
-    return 1 - sum(one.edit_shortfall for one in told) / sum(stored[one.index] for one in told)
+    taken = [
+        (one.edit_shortfall, stored.get(one.index, 0) + sum(edit.tokens_stored for edit in one.edits))
+        for one in outcomes
+        if not one.error and one.cached_tokens is not None
+    ]
+    asked = sum(tokens for _, tokens in taken)
+    return 1 - sum(shortfall for shortfall, _ in taken) / asked if asked else None
 
 
 def _against(one: RunResult, baseline: RunResult) -> RunResult:

@@ -13,6 +13,7 @@ from lmcache_stream.bench.load import Clock, KVBudget, arrival_times, drive
 from lmcache_stream.bench.records import (
     GENERATE,
     EditRecord,
+    EditWhileDecoding,
     Ledger,
     Phase,
     PhaseRecord,
@@ -21,10 +22,13 @@ from lmcache_stream.bench.records import (
     grouped,
 )
 from lmcache_stream.errors import UsageError
+from lmcache_stream.rounds import EditsWhileDecoding
 from lmcache_stream.stream import AsyncLMCacheStream
 from lmcache_stream.types import Completion
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     from lmcache_stream.bench.config import ServeOptions
     from lmcache_stream.bench.datasets import Sample
     from lmcache_stream.bench.live import Live
@@ -58,13 +62,57 @@ class _Ready:
 
 
 @dataclass
+class _Rounds:
+    """The edits of a stream while it decodes: each takes one of `slots` for its time, and leaves a record.
+
+    Attributes:
+        sent: When the decode was sent, in seconds of `time.perf_counter`.
+        edits: Those that succeeded.
+        lost: Tokens of the edits that gave way to the next one, which the engine did not take from the cache.
+    """
+
+    stream: AsyncLMCacheStream
+    slots: asyncio.Semaphore
+    sent: float = 0.0
+    edits: list[EditWhileDecoding] = field(default_factory=list)
+    lost: int = 0
+    _begun: float = 0.0
+
+    async def __aenter__(self) -> None:
+        await self.slots.acquire()
+        self._begun = time.perf_counter()
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.slots.release()
+        receipt, metrics = self.stream.last_receipt, self.stream.last_metrics
+        if exc_type is not None or receipt is None:
+            return
+        if receipt.stored and metrics is not None:
+            self.lost += metrics.edit_shortfall
+        self.edits.append(
+            EditWhileDecoding(
+                start=self._begun - self.sent,
+                duration=time.perf_counter() - self._begun,
+                tokens_before=receipt.tokens_before,
+                tokens_after=receipt.tokens_after,
+                recomputed=receipt.recomputed,
+                chunks_stored=receipt.chunks_stored,
+                bytes_moved=receipt.bytes_moved,
+                seconds=dict(receipt.seconds),
+            )
+        )
+
+
+@dataclass
 class Runner:
     """Sends `samples` to `place` and keeps what came in `ledger`; what is there already is not done again.
 
     Without editors every prompt is one request. With them, all prompts are prefilled once; then every run goes on from
-    there: the baseline, if it is wanted, decodes as it is, and each editor's run edits and decodes. Arrivals,
-    `max_concurrency` and the budget of KV hold for each phase of requests, `modify_concurrency` and the budget for
-    edits.
+    there: the baseline, if it is wanted, decodes as it is, and each editor's run edits and decodes, with `edit_every`
+    in rounds. Arrivals, `max_concurrency` and the budget of KV hold for each phase of requests, `modify_concurrency`
+    and the budget for edits; edits while decoding are part of a request, and `modify_concurrency` bounds them, too.
 
     Where a run is taken up again, KV that the cache has lost is computed and edited again, outside of any phase's time.
 
@@ -96,10 +144,13 @@ class Runner:
         self._params = options.sampling_params
         self._arrivals = arrival_times(len(samples), options.request_rate, options.burstiness, options.seed)
         self._budget = KVBudget(options.max_kv_bytes)
+        self._edit_slots = asyncio.Semaphore(options.modify_concurrency)
         self._token_bytes = 0
         if options.max_kv_bytes is not None:
             self._token_bytes = self._bytes_per_token()
             self._check_budget(options.max_kv_bytes)
+        if options.edit_every is not None:
+            self._check_edit_every(options.edit_every)
         if self.editors and self.place.room is not None:
             self._check_room(self.place.room)
 
@@ -256,7 +307,7 @@ class Runner:
         except Exception as failure:
             duration = time.perf_counter() - sent
             return EditRecord(run, index, start, duration, queued, error=_reason(failure))
-        stored = stream.tokens
+        stored = stream.tokens if receipt.stored else []
         self._edited[run, index] = _Ready(stream, before.suffix, len(stored))
         return EditRecord(
             run=run,
@@ -286,18 +337,32 @@ class Runner:
                 ready = _Ready(await before.stream.fork(), before.suffix)
         except Exception as failure:
             return RequestRecord(run, "decode", index, clock.now(), 0.0, queued, error=_reason(failure))
-        return await self._pass(run, "decode", index, queued, clock, ready, output_len)
+        rounds = _Rounds(ready.stream, self._edit_slots) if run != BASELINE and self.options.edit_every else None
+        return await self._pass(run, "decode", index, queued, clock, ready, output_len, rounds)
 
     async def _pass(
-        self, run: str, phase: Any, index: int, queued: float, clock: Clock, ready: _Ready, max_tokens: int
+        self,
+        run: str,
+        phase: Any,
+        index: int,
+        queued: float,
+        clock: Clock,
+        ready: _Ready,
+        max_tokens: int,
+        rounds: _Rounds | None = None,
     ) -> RequestRecord:
         stream = ready.stream
+        edits = None
+        if rounds is not None and self.options.edit_every is not None:
+            edits = EditsWhileDecoding(self.options.edit_every, self.editors[run], rounds)
         last, text, tokens = stream.last_metrics, len(stream.output_text()), len(stream.output_tokens())
         error = ""
         start = clock.now()
         sent = time.perf_counter()
+        if rounds is not None:
+            rounds.sent = sent
         try:
-            await stream.generate({**self._params, "max_tokens": max_tokens}, ready.suffix)
+            await stream._generate({**self._params, "max_tokens": max_tokens}, ready.suffix, edits, None)
         except Exception as failure:
             error = _reason(failure)
         duration = time.perf_counter() - sent
@@ -316,7 +381,10 @@ class Runner:
             text=stream.output_text()[text:],
             tokens=stream.output_tokens()[tokens:] if phase == "prefill" else [],
             cached_tokens=metrics.cached_tokens if metrics else None,
-            edit_shortfall=_shortfall(metrics, ready.stored),
+            edit_shortfall=rounds.lost + metrics.edit_shortfall
+            if rounds and metrics
+            else _shortfall(metrics, ready.stored),
+            edits=rounds.edits if rounds else [],
             error=error,
         )
 
@@ -334,9 +402,11 @@ class Runner:
                         pass
                 else:
                     stream = self._stream(sample.prompt_token_ids, _WARM_UP_SALT)
+                    editor = next(iter(self.editors.values()))
                     await stream.generate({**params, "max_tokens": 1})
-                    await stream.modify_kv(next(iter(self.editors.values())), timeout=self.options.modify_timeout)
-                    await stream.generate(params)
+                    await stream.modify_kv(editor, timeout=self.options.modify_timeout)
+                    every = self.options.edit_every
+                    await stream.generate(params, edit_every=every, editor=editor if every else None)
                 show(sample.output_len, False)
 
             await drive(range(count), one, clock=Clock(), max_concurrency=self.options.max_concurrency)
@@ -368,14 +438,18 @@ class Runner:
         self._streams[index] = _Ready(stream)
 
     async def _restore_edit(self, run: str, editor: Editor, index: int) -> None:
-        """Have a stream after the edit that an earlier process did, from the cache if it still has its KV."""
+        """Have a stream after the edit that an earlier process did, from the cache if it still has its KV.
+
+        With `edit_every` it is edited again: only a stream that edited knows in each pass what the engine must take.
+        """
         if (run, index) in self._edited:
             return
         record = self.ledger.find(run, "modify", index)
         assert isinstance(record, EditRecord)
         assert self.place.cache is not None
         try:
-            if record.stored and await self.place.cache.lookup(record.stored, record.salt) >= len(record.stored):
+            known = record.stored and self.options.edit_every is None
+            if known and await self.place.cache.lookup(record.stored, record.salt) >= len(record.stored):
                 stream = self._stream(record.stored, record.salt)
                 self._edited[run, index] = _Ready(stream, record.suffix, len(record.stored))
                 return
@@ -384,7 +458,7 @@ class Runner:
             return
         await self._restore_prefill(index)
         repeated = await self._modify(run, editor, index, 0.0, Clock())
-        self.repeated += not repeated.error
+        self.repeated += bool(record.stored) and not repeated.error
 
     def _stream(self, ids: Sequence[int], salt: str = "") -> AsyncLMCacheStream:
         assert self.place.cache is not None
@@ -423,18 +497,36 @@ class Runner:
                 f"--max-kv-bytes {max_bytes:,} is less than one request needs: {tokens * self._token_bytes:,} bytes"
             )
 
+    def _check_edit_every(self, every: int) -> None:
+        longest = max(sample.output_len for sample in self.samples)
+        if longest <= every:
+            raise UsageError(
+                f"--edit-every {every} would edit nothing: no prompt has more than {longest} tokens to generate; take "
+                "a smaller number, or longer answers"
+            )
+
     def _check_room(self, room: int) -> None:
-        """All prompts' KV lies in the embedded cache between the phases, and the edits of a run beside it."""
+        """All prompts' KV lies in the embedded cache between the phases, and the edits of all runs beside it."""
         tokens = sum(map(self._prompt, range(len(self.samples))))
-        keeps = [getattr(editor, "keep", 1.0) for editor in self.editors.values()]
-        edited = max(keep if isinstance(keep, float) else 1.0 for keep in keeps)
-        needed = int(tokens * (1 + edited)) * self._bytes_per_token()
+        edited = sum(
+            self._tokens_stored(sample, getattr(editor, "keep", 1.0))
+            for editor in self.editors.values()
+            for sample in self.samples
+        )
+        needed = (tokens + edited) * self._bytes_per_token()
         if needed > room:
             raise UsageError(
                 f"the KV of {len(self.samples)} prompts and their edits, {needed / 2**30:.1f} GiB, does not fit the "
                 f"embedded cache of {room / 2**30:.1f} GiB: lower --num-prompts, or take a larger one with "
                 f"--kv-url 'memory://bench?max_bytes={needed // 2**30 + 1}GiB'"
             )
+
+    def _tokens_stored(self, sample: Sample, keep: float | int) -> int:
+        """Tokens at most that the edits of a prompt leave in the cache; every round leaves some, and its prompt's."""
+        prompt, every = len(sample.prompt_token_ids), self.options.edit_every
+        kept = int(prompt * keep) if isinstance(keep, float) else min(prompt, keep)
+        rounds = (sample.output_len - 1) // every if every else 0
+        return kept + rounds * (int(keep) + (every or 0))
 
 
 def _shortfall(metrics: StreamPerfMetrics | None, stored: int) -> int:

@@ -14,7 +14,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from lmcache_stream.bench.config import ServeOptions, add_flags, load_options
+from lmcache_stream.bench.config import EditorSpec, ServeOptions, add_flags, load_options
+from lmcache_stream.bench.interrupts import INTERRUPTED, run_until_interrupt
+from lmcache_stream.bench.quality_lines import read_quality
 from lmcache_stream.errors import UsageError
 
 if TYPE_CHECKING:
@@ -27,7 +29,6 @@ __all__ = ["add_arguments", "bench_serve", "run"]
 
 JOURNAL_SUFFIX: Final = ".journal.jsonl"
 REPORT_SUFFIX: Final = ".report.html"
-INTERRUPTED: Final = 130
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,11 +81,7 @@ def bench_serve(
     options = load_options(flags, environ=environ, file=file, **given)
     bench = _Bench(options, say or _say)
     try:
-        interrupted = False
-        try:
-            asyncio.run(bench.measure())
-        except KeyboardInterrupt:
-            interrupted = True
+        interrupted = run_until_interrupt(bench.measure, say or _say)
         if bench.ran is None:
             raise KeyboardInterrupt
         return bench.finish(interrupted=interrupted)
@@ -100,6 +97,7 @@ class _Bench:
         self.ran: Run | None = None
         self._say = say
         self._editors = _editors(options)
+        self._quality = read_quality(options.quality) if options.quality is not None else None
         self._ledger: Ledger | None = None
         self._journal: Journal | None = None
         self._result_path: Path | None = None
@@ -112,7 +110,7 @@ class _Bench:
         self._folder = folder
 
     async def measure(self) -> None:
-        from lmcache_stream.bench.datasets import check_lengths, digest, load_samples
+        from lmcache_stream.bench.datasets import check_asked_lengths, check_lengths, digest, load_samples
         from lmcache_stream.bench.live import Live
         from lmcache_stream.bench.place import open_place
         from lmcache_stream.bench.records import Ledger
@@ -122,6 +120,7 @@ class _Bench:
         options = self.options
         queries = any("queries" in editor.needs for editor in self._editors.values())
         async with open_place(options, queries=queries) as place:
+            check_asked_lengths(options, place.max_model_len)
             samples = await asyncio.to_thread(load_samples, options, place.tokenizer)
             check_lengths(samples, place.max_model_len)
             date = datetime.now().strftime("%Y%m%d-%H%M%S")
@@ -144,7 +143,7 @@ class _Bench:
                 version=_version(),
             )
             self.ran = ran
-            self._say(f"{len(samples)} prompts to {place.model} at {place.engine.base_url}")
+            self._say(f"prompts to {place.model} at {place.engine.base_url}: {len(samples):,}")
             try:
                 with live.showing():
                     await runner.run()
@@ -152,22 +151,26 @@ class _Bench:
                 self.ran = replace(ran, repeated=runner.repeated)
 
     def finish(self, *, interrupted: bool) -> dict[str, Any]:
+        from lmcache_stream.bench.live import table_width
         from lmcache_stream.bench.report import render_report, tables
         from lmcache_stream.bench.result import build_result, write_result
 
         assert self.ran is not None
         assert self._ledger is not None
         result = build_result(replace(self.ran, interrupted=interrupted), self._ledger)
+        for table in tables(result, table_width()):
+            table.emit()
         if self._result_path is not None:
             write_result(self._result_path, json.dumps(result) + "\n")
             report = self._result_path.with_name(self._result_path.stem + REPORT_SUFFIX)
-            write_result(report, render_report([(self._result_path.name, result)]))
+            write_result(report, render_report([(self._result_path.name, result)], self._quality))
             self._say(f"wrote {self._result_path} and {report}")
-        for table in tables(result):
-            table.emit()
         if interrupted:
             go_on = f": --resume {self._journal.path} goes on" if self._journal is not None else ""
             self._say(f"interrupted, with what was done so far in the result{go_on}")
+        failed = self._ledger.failures()
+        if failed:
+            self._say(f"{len(failed)} failed, the first: {failed[0]}")
         ours = result["lmcache_stream"]
         for one in (ours, *ours["other_runs"]):
             if one["edit_taken_ratio"] is not None and one["edit_taken_ratio"] < 1:
@@ -242,12 +245,28 @@ def _editors(options: ServeOptions) -> dict[str, Editor]:
         if str(spec) in found:
             raise UsageError(f"--editor {spec} is there twice")
         found[str(spec)] = editors.get(spec.name, **spec.params)
+        if options.edit_every is not None:
+            _check_again_and_again(spec, found[str(spec)])
     return found
+
+
+def _check_again_and_again(spec: EditorSpec, editor: Editor) -> None:
+    """What `--edit-every` cannot be done with."""
+    if isinstance(keep := getattr(editor, "keep", None), float):
+        raise UsageError(
+            f"--edit-every with a ratio drops that share again at each edit, until next to nothing is left of the "
+            f"prompt: give {spec.name} a count of tokens instead of {keep:g}, such as --keep 512"
+        )
+    if "queries" in editor.needs:
+        raise UsageError(
+            f"--edit-every does not go with {spec.name}: it needs the queries of all tokens, and after the first edit "
+            "the cache has none; take an editor that looks at the KV alone, such as keydiff, knorm or streaming-llm"
+        )
 
 
 def _header(options: ServeOptions, editors: list[str], model: str, samples: str) -> dict[str, Any]:
     """What must be the same for a run to be taken up again."""
-    same = ("seed", "request_rate", "burstiness", "max_concurrency", "max_kv_bytes", "modify_concurrency")
+    same = ("seed", "request_rate", "burstiness", "max_concurrency", "max_kv_bytes", "modify_concurrency", "edit_every")
     told = json.loads(options.model_dump_json(include={*same, "compare_baseline"}))
     return {
         "of": "bench serve",

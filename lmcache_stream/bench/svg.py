@@ -21,7 +21,7 @@ class Series:
     Args:
         name: What the legend calls it.
         points: `(x, y)` pairs; those that are not finite are left out.
-        dots: Whether to draw dots instead of a line.
+        dots: Whether each point is a dot on the line.
     """
 
     name: str
@@ -64,11 +64,10 @@ def line_chart(title: str, x_label: str, y_label: str, series: Sequence[Series])
     parts.append(f"{html.escape(y_label)}</text>")
     for number, one in enumerate(finite):
         places = [(x_of(x), y_of(y)) for x, y in one.points]
+        path = " ".join(f"{x},{y}" for x, y in places)
+        parts.append(f'<polyline class="line s{number}" points="{path}"/>')
         if one.dots:
-            parts += [f'<circle class="dot s{number}" cx="{x}" cy="{y}" r="5"/>' for x, y in places]
-        else:
-            path = " ".join(f"{x},{y}" for x, y in places)
-            parts.append(f'<polyline class="line s{number}" points="{path}"/>')
+            parts += [f'<circle class="dot s{number}" cx="{x}" cy="{y}" r="4"/>' for x, y in places]
     parts.append("</svg>")
     return "".join(parts)
 

@@ -11,7 +11,7 @@ import pytest
 
 from lmcache_stream.bench import compare
 from lmcache_stream.errors import UsageError
-from tests.bench.test_report import edited, plain
+from tests.bench.test_report import edited, plain, quality_file
 from tests.bench.test_result import RECORDED
 
 
@@ -90,3 +90,23 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text("[]")
     with pytest.raises(UsageError, match=r"x\.json is no result"):
         run(RECORDED, tmp_path / "x.json")
+
+
+def test_quality_is_drawn_into_the_page(tmp_path: Path) -> None:
+    for name in ("a.json", "b.json"):
+        (tmp_path / name).write_text(json.dumps(edited()))
+    files = (tmp_path / "a.json", tmp_path / "b.json", "--quality", quality_file(tmp_path))
+    with pytest.raises(UsageError, match="--html"):
+        run(*files)
+    run(*files, "--html", tmp_path / "page.html")
+    assert "Quality by kept ratio" in (tmp_path / "page.html").read_text()
+
+
+def test_edits_while_decoding_are_compared_where_both_have_them() -> None:
+    first, second = edited(), edited()
+    assert "Edits while decoding" not in [row.label for row in compare.compare(first, second)]
+    first["lmcache_stream"]["edits_while_decoding"] = {"completed": 4, "seconds": 2.0}
+    second["lmcache_stream"]["edits_while_decoding"] = {"completed": 6, "seconds": 1.0}
+    rows = compare.compare(first, second)
+    assert row(rows, "Edits while decoding").ratio == pytest.approx(1.5)
+    assert row(rows, "Time of edits while decoding (s)").ratio == pytest.approx(0.5)

@@ -15,7 +15,10 @@ base-url model dataset-name dataset-path num-prompts random-input-len random-out
 request-rate burstiness max-concurrency num-warmups ignore-eos temperature top-p extra-body goodput
 percentile-metrics metric-percentiles save-result save-detailed result-dir result-filename metadata disable-tqdm
 """
-OURS = "kv-url kv-http-url editor keep compare-baseline modify-concurrency resume max-kv-bytes config"
+OURS = """
+kv-url kv-http-url kv-model editor keep edit-every compare-baseline modify-concurrency resume max-kv-bytes
+quality config
+"""
 
 
 def parse(*arguments: str) -> dict[str, Any]:
@@ -64,12 +67,14 @@ def test_precedence(tmp_path: Path) -> None:
 def test_a_file_says_everything_that_flags_say(tmp_path: Path) -> None:
     file = tmp_path / "bench.toml"
     file.write_text(
-        'editor = ["snapkv:window=16", "knorm"]\nkeep = 0.5\ngoodput = {ttft = 200}\nextra-body = {top_k = 5}\n'
+        'editor = ["snapkv:window=16", "knorm"]\nkeep = 0.5\nedit-every = 32\n'
+        "goodput = {ttft = 200}\nextra-body = {top_k = 5}\n"
         'metric-percentiles = [50, 99.9]\npercentile-metrics = "ttft,e2el"\nmax-kv-bytes = "8GiB"\nsave-result = true\n'
         'metadata = {gpu = "none"}\nrequest-rate = "inf"\nresume = true\nrandom-range-ratio = {input = 0.25}\n'
     )
     said = options(
         *("--editor", "snapkv:window=16", "--editor", "knorm", "--keep", "0.5", "--goodput", "ttft:200"),
+        *("--edit-every", "32"),
         *("--extra-body", '{"top_k": 5}', "--metric-percentiles", "50,99.9", "--percentile-metrics", "ttft,e2el"),
         *("--max-kv-bytes", "8GiB", "--save-result", "--metadata", "gpu=none", "--request-rate", "inf", "--resume"),
         *("--random-range-ratio", '{"input": 0.25}'),
@@ -95,6 +100,9 @@ def test_the_environment_takes_words() -> None:
     ("arguments", "said"),
     [
         (["--num-prompts", "0"], "--num-prompts: "),
+        (["--num-prompts", "99999999999999999999"], "--num-prompts: "),
+        (["--random-input-len", "99999999999999999999"], "--random-input-len: "),
+        (["--temperature", "inf"], "--temperature: "),
         (["--num-prompts", "many"], "--num-prompts: "),
         (["--request-rate", "0"], "--request-rate: a rate is above 0"),
         (["--request-rate", "fast"], "--request-rate"),
@@ -110,11 +118,24 @@ def test_the_environment_takes_words() -> None:
         (["--metric-percentiles", "101"], "--metric-percentiles"),
         (["--extra-body", "{"], "--extra-body"),
         (["--extra-body", "[]"], "--extra-body"),
+        (["--extra-body", '{"n": 2}'], "--extra-body: it has n=2"),
+        (["--extra-body", '{"stream": false}'], "--extra-body: it has stream=False"),
+        (["--extra-body", '{"top_k": NaN}'], "--extra-body: it['top_k'] is nan"),
+        (["--extra-body", '{"max_tokens": 2}'], "--random-output-len"),
+        (["--base-url", "http://localhost:1", "--kv-url", "tcp://localhost:1"], "needs --kv-http-url"),
+        (["--result-filename", ".."], "--result-dir"),
         (["--editor", "knorm", "--keep", "1.5"], "--keep"),
         (["--editor", "knorm", "--keep", "half"], "--keep"),
         (["--editor", "knorm:keep"], "NAME:KEY=VALUE"),
         (["--keep", "0.5"], "need an --editor"),
         (["--compare-baseline"], "need an --editor"),
+        (["--edit-every", "64"], "need an --editor"),
+        (["--editor", "knorm", "--edit-every", "0"], "--edit-every: "),
+        (["--editor", "knorm", "--edit-every", "-3"], "--edit-every: "),
+        (["--editor", "knorm", "--edit-every", "64.5"], "--edit-every: "),
+        (["--quality", "x.json"], "add --save-result"),
+        (["--editor", "knorm", "--extra-body", '{"min_tokens": 9}'], "--ignore-eos"),
+        (["--kv-model", "x"], "--kv-model needs --base-url and --kv-url"),
         (["--dataset-name", "hf"], "--dataset-name"),
         (["--dataset-name", "custom"], "needs --dataset-path"),
         (["--dataset-path", "x.jsonl"], "does not go with --dataset-name random"),

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from lmcache_stream.bench.live import Live
+from lmcache_stream.bench.live import Live, table_width
 
 
 class Terminal(io.StringIO):
@@ -36,3 +36,9 @@ def test_is_quiet_where_it_should_be(terminal: io.StringIO, monkeypatch: pytest.
     monkeypatch.setattr(sys, "stderr", terminal)
     show(Live(enabled=not terminal.isatty()))
     assert terminal.getvalue() == ""
+
+
+@pytest.mark.parametrize(("columns", "width"), [("60", 60), ("200", 80), ("10", 40), ("", 80)])
+def test_tables_are_no_wider_than_the_terminal(columns: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    assert table_width() == width

@@ -32,6 +32,11 @@ class TestArrivals:
     def test_the_last_one_arrives_at_count_over_rate(self) -> None:
         assert arrival_times(30, 10.0, 1.0, 1)[-1] == pytest.approx(3.0)
 
+    @pytest.mark.parametrize(("rate", "burstiness"), [(50.0, 1e-300), (1e-320, 1.0)])
+    def test_no_times_come_out_of_extremes(self, rate: float, burstiness: float) -> None:
+        with pytest.raises(UsageError, match="gives no times of arrival"):
+            arrival_times(2, rate, burstiness, 0)
+
     def test_without_bursts_they_are_even(self) -> None:
         assert arrival_times(4, 2.0, math.inf, 0) == pytest.approx([0.5, 1.0, 1.5, 2.0])
 

@@ -12,8 +12,12 @@ from typing import Any
 
 import pytest
 
+from lmcache_stream.bench import quality
+from lmcache_stream.bench.quality_lines import read_quality
 from lmcache_stream.bench.report import render_report, tables
 from lmcache_stream.bench.svg import Series, line_chart
+from lmcache_stream.errors import UsageError
+from tests.bench.test_quality import small
 from tests.bench.test_result import RECORDED, TestEditedRuns, about, finished, options, trace
 
 CHROMIUM = Path("/usr/bin/chromium")
@@ -29,6 +33,81 @@ def plain(**given: Any) -> dict[str, Any]:
     from lmcache_stream.bench.result import build_result
 
     return build_result(about(options(**given), 40), finished(trace(40), PhaseRecord(GENERATE, "generate", 4.0)))
+
+
+def interval(mean: float, n: int) -> dict[str, Any]:
+    return {"mean": mean, "low": mean - 0.1, "high": mean + 0.1, "n": n, "p": None, "sd": None}
+
+
+def quality_file(folder: Path, **changes: Any) -> Path:
+    """What `bench quality --json` writes, of two texts' measures and three tasks, one of which does not count."""
+    variants: list[tuple[str, str, str | None, float]]
+    variants = [("knorm/shared/0.5", "knorm", "shared", 0.5), ("knorm/shared/0.25", "knorm", "shared", 0.25)]
+    variants += [("knorm/head/0.5", "knorm", "head", 0.5), ("keydiff/0.5", "keydiff", None, 0.5)]
+    cells: list[dict[str, Any]] = []
+    tasks: list[dict[str, Any]] = []
+    for label, _, _, keep in variants:
+        both = {"true": interval(0.1 / keep, 12), "greedy": interval(9.0, 12)}
+        cell = {"variant": label, "group": "text", "kept": keep, "edit_s": 0.1, "score_s": 0.1, "accuracy": None}
+        cells.append({**cell, "nll": both, "agreement": {"true": interval(0.9, 12), "greedy": interval(9.0, 12)}})
+        for group, mean, n in (("find/after", 0.5, 10), ("find/window", 1.0, 30), ("none/after", 0.0, 10)):
+            tasks.append({**cell, "group": group, "nll": {}, "agreement": {}, "accuracy": interval(mean, n)})
+    content = {
+        "schema": 1,
+        "plan": {"continuations": ["true", "greedy"], "prompt_tokens": 704},
+        "conditions": {"model": "SmolLM2"},
+        "variants": [dict(zip(("label", "method", "scope", "keep"), one, strict=True)) for one in variants],
+        "results": cells,
+        "tasks": [{"group": g, "counts": g != "none/after"} for g in ("find/after", "find/window", "none/after")],
+        "task_results": tasks,
+        **changes,
+    }
+    path = folder / "quality.json"
+    path.write_text(json.dumps(content))
+    return path
+
+
+class TestQuality:
+    def test_lines_over_kept_ratios(self, tmp_path: Path) -> None:
+        loss, same, right = read_quality(quality_file(tmp_path)).panels
+        expected: Any = {
+            "knorm": [(0.25, pytest.approx(0.4)), (0.5, pytest.approx(0.2))],
+            "knorm by head": [(0.5, pytest.approx(0.2))],
+            "keydiff": [(0.5, pytest.approx(0.2))],
+        }
+        assert loss.lines == expected
+        assert "lower is better" in loss.unit
+        assert same.lines["keydiff"] == [(0.5, 0.9)]
+        # (0.5 * 10 + 1.0 * 30) / 40; the task that does not count is left out.
+        assert right.lines["keydiff"][0] == pytest.approx((0.5, 0.875))
+
+    def test_what_bench_quality_writes_is_read(self, tiny_model_path: Path, tmp_path: Path) -> None:
+        quality.run(small(tiny_model_path, tmp_path, "--keep", "0.5", "--keep", "0.25", "--editor", "keydiff"))
+        found = read_quality(tmp_path / "out.json")
+        assert [len(points) for panel in found.panels for points in panel.lines.values()] == [2, 2]
+        assert "10 texts" in found.about
+
+    @pytest.mark.parametrize(
+        ("content", "said"),
+        [
+            (None, "cannot read --quality"),
+            (b"{", "is not what bench quality --json writes"),
+            (b'{"schema": 1}', "is not what bench quality --json writes"),
+            (b"\xff\xfe", "is not what bench quality --json writes"),
+        ],
+    )
+    def test_other_files_are_refused(self, content: bytes | None, said: str, tmp_path: Path) -> None:
+        path = tmp_path / "quality.json"
+        if content is not None:
+            path.write_bytes(content)
+        with pytest.raises(UsageError, match=said):
+            read_quality(path)
+
+    def test_of_another_schema_or_of_nothing(self, tmp_path: Path) -> None:
+        with pytest.raises(UsageError, match="has schema 2, and this version reads 1"):
+            read_quality(quality_file(tmp_path, schema=2))
+        with pytest.raises(UsageError, match="nothing to draw"):
+            read_quality(quality_file(tmp_path, results=[], tasks=[]))
 
 
 class Balanced(html.parser.HTMLParser):
@@ -86,10 +165,17 @@ class TestPage:
         assert "knorm:keep=0.5" in text
         assert "baseline" in text
 
-    def test_quality_stands_beside_where_it_was_measured(self) -> None:
-        page = render_report([("x.json", edited())], [("knorm", 0.5, 0.8), ("keydiff", 0.25, 0.7)])
-        assert "Quality by kept ratio" in page
-        assert page.count("<circle") == 2
+    def test_quality_stands_beside_where_it_was_measured(self, tmp_path: Path) -> None:
+        page = render_report([("x.json", edited())], read_quality(quality_file(tmp_path)))
+        seen = parsed(page)
+        text = " ".join(seen.text)
+        assert "Quality by kept ratio" in text
+        assert "quality.json · SmolLM2 · 12 texts · 2 tasks that count" in text
+        for name in ("knorm", "knorm by head", "keydiff"):
+            assert name in text
+        # Two measures of the text and one of the tasks; knorm has two points in each.
+        assert seen.seen.count("circle") == 3 * 4
+        assert not EXTERNAL.search(page)
         assert "Quality by kept ratio" not in render_report([("x.json", edited())])
 
     def test_two_results_are_told_apart(self) -> None:
@@ -115,7 +201,7 @@ class TestPage:
     @pytest.mark.skipif(not CHROMIUM.exists(), reason="needs /usr/bin/chromium")
     def test_a_browser_shows_it(self, tmp_path: Path) -> None:
         page = tmp_path / "report.html"
-        page.write_text(render_report([("x.json", edited())]))
+        page.write_text(render_report([("x.json", edited())], read_quality(quality_file(tmp_path))))
         command = [
             str(CHROMIUM),
             "--headless",
@@ -126,9 +212,10 @@ class TestPage:
             [*command, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=120, check=True
         )
         assert done.stdout.count("<svg") == page.read_text().count("<svg")
+        assert done.stdout.count("<circle") == 12
         shot = tmp_path / "report.png"
         subprocess.run(
-            [*command, f"--screenshot={shot}", "--window-size=1200,1600", page.as_uri()],
+            [*command, f"--screenshot={shot}", "--window-size=1200,2600", page.as_uri()],
             capture_output=True,
             timeout=120,
             check=True,

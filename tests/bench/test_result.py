@@ -5,11 +5,20 @@ import random
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from lmcache_stream.bench.config import ServeOptions, load_options
-from lmcache_stream.bench.records import GENERATE, EditRecord, Entry, Ledger, PhaseRecord, RequestRecord
+from lmcache_stream.bench.records import (
+    GENERATE,
+    EditRecord,
+    EditWhileDecoding,
+    Entry,
+    Ledger,
+    PhaseRecord,
+    RequestRecord,
+)
 from lmcache_stream.bench.result import Run, build_result, flat_keys, read_result, write_result
 from lmcache_stream.bench.runner import BASELINE, SHARED
 from lmcache_stream.errors import UsageError
@@ -170,6 +179,10 @@ class TestFile:
         assert ours.model_dump(mode="json") == result["lmcache_stream"]
         assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
 
+    def test_a_folder_that_is_not_there(self, tmp_path: Path) -> None:
+        with pytest.raises(UsageError, match=r"cannot write .*none/x\.json"):
+            write_result(tmp_path / "none" / "x.json", "")
+
     def test_a_result_of_vllm_is_read(self) -> None:
         content, ours = read_result(RECORDED)
         assert content["completed"] == 8
@@ -245,6 +258,32 @@ class TestEditedRuns:
         assert ours["with_edit_time"]["output_tokens"] == pytest.approx(10.0)
         assert ours["gain_without_edit_time"] == pytest.approx(20 / 1.5 / 10)
         assert ours["gain_with_edit_time"] == pytest.approx(1.0)
+
+    def test_edits_while_decoding(self) -> None:
+        def later(duration: float, chunks: int) -> EditWhileDecoding:
+            moved: dict[str, Any] = {"bytes_moved": 10, "seconds": {"edit": duration / 2}, "chunks_stored": chunks}
+            return EditWhileDecoding(0.1, duration, 48, 32 if chunks else 48, **moved)
+
+        edits = [
+            EditRecord(self.EDITOR, 0, 0.0, 0.2, tokens_before=96, tokens_after=64, stored=[1] * 64, bytes_moved=5)
+        ]
+        done = request(self.EDITOR, "decode", 0, cached_tokens=40, edit_shortfall=24)
+        broken = request(self.EDITOR, "decode", 1, error="it broke")
+        records = [
+            msgspec.structs.replace(done, edits=[later(0.1, 2), later(0.3, 0)]),
+            msgspec.structs.replace(broken, edits=[later(9.0, 2)]),
+        ]
+        given = options(num_prompts=2, editor=["knorm:keep=32"], edit_every=8)
+        ours = build_result(about(given, 2, [self.EDITOR]), finished(records, edits=edits))["lmcache_stream"]
+        found = ours["edits_while_decoding"]
+        assert (found["every"], found["completed"], found["chunks_stored"]) == (8, 2, 2)
+        assert (found["tokens_before"], found["tokens_after"]) == (96, 80)
+        assert found["seconds"] == pytest.approx(0.4)
+        assert found["share"] == pytest.approx(0.4 / done.duration)
+        assert found["steps_ms"]["edit"]["mean"] == pytest.approx(100.0)
+        assert ours["bytes_moved"] == 25
+        # 64 tokens of the prompt's edit and 32 of the one later edit that stored something.
+        assert ours["edit_taken_ratio"] == pytest.approx(1 - 24 / 96)
 
     def test_what_the_edits_did(self) -> None:
         ours = self.build()["lmcache_stream"]

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,14 +15,19 @@ from typing import Any
 
 import pytest
 
-from lmcache_stream import portal
+from lmcache_stream import AsyncLMCacheStream, CompletionsClient, aconnect, editors, portal
 from lmcache_stream.bench import serve
+from lmcache_stream.bench.config import load_options
+from lmcache_stream.bench.datasets import load_samples
+from lmcache_stream.bench.place import LocalTokenizer
 from lmcache_stream.bench.serve import bench_serve
 from lmcache_stream.engine import EmbeddedEngine
+from lmcache_stream.engine.model import load_tokenizer
 from lmcache_stream.errors import UsageError
 from lmcache_stream.journal import read_journal
 from lmcache_stream.kvcache.memory import EmbeddedCache
 from lmcache_stream.testing import End, FakeEngine, Reply
+from tests.bench.test_report import quality_file
 
 TOTALS = (
     *("completed", "failed", "total_input_tokens", "total_output_tokens"),
@@ -119,6 +126,13 @@ class TestGenerate:
         assert result["output_lens"] == [3, 3]
         assert engine.completions[0].json["prompt"][1:] == list(b"abc")
 
+    def test_a_failure_is_told(self, engine: FakeEngine) -> None:
+        engine.script(Reply(), Reply(error_after=1))
+        said: list[str] = []
+        given: dict[str, Any] = {**SMALL, "max_concurrency": 1, "base_url": engine.base_url}
+        bench_serve(environ={}, say=said.append, **given)
+        assert any(re.match("1 failed, the first: generate, generate: .*the engine failed", line) for line in said)
+
     def test_kv_bytes_need_the_shape_of_the_kv(self, engine: FakeEngine) -> None:
         with pytest.raises(UsageError, match="shape of the KV"):
             bench(base_url=engine.base_url, **SMALL, max_kv_bytes="1GiB")
@@ -140,6 +154,15 @@ class TestFiles:
         assert result_path.name.startswith("vllm-infqps-concurrency3-fake-")
         assert report.read_text().startswith("<!doctype html>")
         assert len(read_journal(journal).lines) == 12 + 1
+
+    def test_quality_is_drawn_into_the_report(self, engine: FakeEngine, tmp_path: Path) -> None:
+        given = {"base_url": engine.base_url, **SMALL, "save_result": True, "result_dir": tmp_path / "there"}
+        with pytest.raises(UsageError, match=r"cannot read --quality .*none\.json"):
+            bench(**given, quality=tmp_path / "none.json")
+        assert engine.requests == []
+        bench(**given, quality=quality_file(tmp_path))
+        (report,) = (tmp_path / "there").glob("*.report.html")
+        assert "Quality by kept ratio" in report.read_text()
 
     def test_nothing_is_written_unasked(
         self, engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -200,13 +223,14 @@ class TestResume:
         assert totals(result) == totals(whole)
         assert len(engine.completions) - before == 12 - there
 
-    def test_ctrl_c_leaves_a_result_and_a_journal(self, engine: FakeEngine, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("presses", [1, 2])
+    def test_ctrl_c_leaves_a_result_and_a_journal(self, presses: int, engine: FakeEngine, tmp_path: Path) -> None:
         engine.script(*[Reply()] * 4)
         engine.default = Reply(end_after=1, end=End.STALL)
         flags = {"base_url": engine.base_url, **SMALL, "save_result": True, "result_dir": str(tmp_path)}
         program = "import json, sys; from lmcache_stream.bench import serve\n"
         program += "result = serve.bench_serve(environ={}, **json.loads(sys.argv[1]))\n"
-        program += "sys.exit(serve.INTERRUPTED if result['lmcache_stream']['interrupted'] else 0)"
+        program += "sys.exit(130 if result['lmcache_stream']['interrupted'] else 0)"
         process = subprocess.Popen(
             [sys.executable, "-c", program, json.dumps(flags)],
             stderr=subprocess.PIPE,
@@ -214,7 +238,8 @@ class TestResume:
             text=True,
         )
         portal.run(engine.until, lambda: len(engine.completions) >= 4 + 3, timeout=60)
-        process.send_signal(signal.SIGINT)
+        for _ in range(presses):
+            process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
         assert process.returncode == 130, err
         assert "Traceback" not in err
@@ -252,6 +277,7 @@ EDIT: dict[str, Any] = {
     "keep": 0.5,
     "compare_baseline": True,
 }
+ROUNDS: dict[str, Any] = {"editor": ["keydiff"], "keep": 32, "edit_every": 6, "random_output_len": 20}
 
 
 class TestEditedRuns:
@@ -323,6 +349,73 @@ class TestEditedRuns:
             assert list(map(counts, runs(result))) == list(map(counts, runs(whole)))
             assert (result["lmcache_stream"]["repeated"] > 0) is (lost and left < done - 1)
 
+    def test_edits_while_decoding(
+        self, at: dict[str, Any], served: EmbeddedEngine, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        result = bench(**{**at, **ROUNDS})
+        assert (result["completed"], result["total_output_tokens"]) == (4, 80), result["errors"]
+        ours, baseline = runs(result)
+        edits = ours["edits_while_decoding"]
+        # 20 tokens in rounds of 6: 6, 6, 6 and 2.
+        assert (edits["every"], edits["completed"], edits["edit_ms"]["count"]) == (6, 4 * 3, 4 * 3)
+        assert edits["tokens_after"] == 4 * 3 * 32
+        assert baseline["edits_while_decoding"] is None
+        token = 2 * served.geometry.num_layers * served.geometry.hidden_dim * 4
+        moved = edits["tokens_before"] + 16 * edits["chunks_stored"]
+        assert edits["bytes_moved"] == moved * token
+        assert ours["bytes_moved"] == ours["modify"]["bytes_moved"] + edits["bytes_moved"]
+        assert ours["edit_taken_ratio"] == 1.0
+        assert 0 < edits["share"] < 1
+        assert edits["seconds"] == pytest.approx(edits["edit_ms"]["mean"] * 12 / 1000)
+        assert "Edits every 6 tokens" in capsys.readouterr().out
+
+    def test_edits_while_decoding_generate_what_a_stream_by_itself_does(self, at: dict[str, Any]) -> None:
+        given = {**at, **ROUNDS}
+        result = bench(**given)
+        params = {"temperature": 0.0, "ignore_eos": True, "repetition_penalty": 1.0}
+
+        async def by_hand(ids: list[int]) -> str:
+            async with (
+                CompletionsClient(at["base_url"]) as client,
+                aconnect("memory://bench-tests", model_name=(await client.models())[0].id) as cache,
+            ):
+                stream = AsyncLMCacheStream(cache, client, ids)
+                editor = editors.get("keydiff", keep=32)
+                await stream.generate({**params, "max_tokens": 1})
+                await stream.modify_kv(editor)
+                before = len(stream.output_text())
+                await stream.generate({**params, "max_tokens": 20}, edit_every=6, editor=editor)
+                return stream.output_text()[before:]
+
+        tokenizer = LocalTokenizer(load_tokenizer(at["tokenizer"]), at["tokenizer"])
+        samples = load_samples(load_options(environ={}, **given), tokenizer)
+        texts = [asyncio.run(by_hand(sample.prompt_token_ids)) for sample in samples]
+        assert result["generated_texts"] == texts
+
+    @pytest.mark.parametrize("lost", [False, True])
+    def test_cut_anywhere_while_edits_go_on(self, lost: bool, at: dict[str, Any], tmp_path: Path) -> None:
+        at = {**at, **ROUNDS}
+        whole = bench(**at, save_result=True, result_dir=tmp_path, result_filename="x.json")
+        journal = tmp_path / "x.journal.jsonl"
+        lines = journal.read_bytes().splitlines(keepends=True)
+        for left in (12, len(lines) - 3, len(lines)):
+            journal.write_bytes(b"".join(lines[:left]) + b'{"kind":"requ')
+            if lost:
+                cache = EmbeddedCache.open("memory://bench-tests")
+                cache.clear()
+                cache.close()
+            result = bench(**at, resume=journal)
+            assert totals(result) == totals(whole)
+            assert list(map(counts, runs(result))) == list(map(counts, runs(whole)))
+        with pytest.raises(UsageError, match="edit_every is 6 there and 7 here"):
+            bench(**{**at, "edit_every": 7}, resume=journal)
+
+    def test_an_edit_that_changes_nothing_is_no_shortfall(self, at: dict[str, Any]) -> None:
+        result = bench(**{**at, "editor": ["keydiff"], "keep": 4096})
+        ours = result["lmcache_stream"]
+        assert (result["completed"], ours["kept_ratio"], ours["modify"]["chunks_stored"]) == (4, 1.0, 0)
+        assert ours["edit_taken_ratio"] is None
+
 
 def runs(result: dict[str, Any]) -> list[dict[str, Any]]:
     ours = result["lmcache_stream"]
@@ -334,7 +427,8 @@ def counts(run: dict[str, Any]) -> list[Any]:
     of_edits = ("completed", "tokens_before", "tokens_after", "chunks_stored", "bytes_moved")
     phases = [[phase[key] for key in of_requests] for phase in run["phases"].values()]
     modify = run["modify"] and [run["modify"][key] for key in of_edits]
-    return [run["run"], phases, modify, run["kept_ratio"], run["edit_taken_ratio"]]
+    rounds = run["edits_while_decoding"] and [run["edits_while_decoding"][key] for key in of_edits]
+    return [run["run"], phases, modify, rounds, run["kept_ratio"], run["edit_taken_ratio"]]
 
 
 class TestUsage:
@@ -345,9 +439,20 @@ class TestUsage:
             ({"dataset_name": "custom", "dataset_path": "/none.jsonl"}, "cannot read --dataset-path /none.jsonl"),
             ({"editor": ["nothing"], "kv_url": "memory://x"}, "no editor is called 'nothing'"),
             ({"editor": ["knorm:colour=3"], "kv_url": "memory://x"}, "knorm has no parameter colour"),
+            ({"editor": ["knorm"], "kv_url": "memory://x", "edit_every": 4, "keep": 0.5}, "such as --keep 512"),
+            ({"editor": ["knorm"], "kv_url": "memory://x", "edit_every": 4}, "knorm a count of tokens instead of 0.5"),
+            ({"editor": ["snapkv:keep=64"], "kv_url": "memory://x", "edit_every": 4}, "does not go with snapkv"),
             ({"editor": ["knorm", "knorm"], "kv_url": "memory://x"}, "there twice"),
-            ({"kv_url": "tcp://127.0.0.1:9", "kv_http_url": "http://127.0.0.1:9"}, "--kv-url tcp://127.0.0.1:9"),
-            ({"random_input_len": 5000}, "the engine takes 4096"),
+            ({"kv_url": "tcp://127.0.0.1:9", "kv_http_url": "http://127.0.0.1:9"}, "correct --kv-http-url"),
+            ({"random_input_len": 5000}, "do not fit the 4,096 that the engine takes"),
+            ({"random_input_len": 10**9}, "do not fit the 4,096 that the engine takes"),
+            ({"random_input_len": 3980, "random_output_len": 117}, "do not fit the 4,096 that the engine takes"),
+            (
+                {"dataset_name": "prefix_repetition", "prefix_repetition_prefix_len": 4000},
+                "do not fit the 4,096 that the engine takes",
+            ),
+            ({"base_url": "localhost:8000"}, "--base-url is 'localhost:8000'"),
+            ({"kv_url": "nonsense", "kv_http_url": "http://127.0.0.1:9"}, "no cache backend serves 'nonsense'"),
             ({"tokenizer": "/none"}, "--tokenizer /none"),
             ({"resume": Path("/none.journal.jsonl")}, "cannot write the journal /none"),
         ],
@@ -359,6 +464,10 @@ class TestUsage:
         assert "\n" not in str(error.value)
         assert engine.completions == []
 
+    def test_edits_that_would_never_come(self, tiny_model_path: Path) -> None:
+        with pytest.raises(UsageError, match="--edit-every 6 would edit nothing: no prompt has more than 6 tokens"):
+            bench(model=str(tiny_model_path), **{**EDIT, "editor": ["knorm"], "keep": 32, "edit_every": 6})
+
     def test_an_engine_that_cannot_be_reached(self, free_tcp_port: int) -> None:
         with pytest.raises(UsageError, match=f"--base-url http://127.0.0.1:{free_tcp_port} leads to no engine"):
             bench(base_url=f"http://127.0.0.1:{free_tcp_port}")
@@ -368,7 +477,7 @@ class TestUsage:
             bench()
 
     def test_a_model_that_is_no_folder(self) -> None:
-        with pytest.raises(UsageError, match="--model /none is no folder"):
+        with pytest.raises(UsageError, match="--model /none is no model's folder"):
             bench(model="/none")
 
     @pytest.mark.parametrize(

@@ -175,12 +175,8 @@ async def stack(
         )
         async with cache:
             async with Engine(model=model, cache=cache, geometry=geometry, **engine) as running:
-                yield (
-                    DoctorOptions(
-                        base_url=running.base_url, kv_url=cache_server.url, kv_http_url=cache_server.http_url, timeout=20
-                    ),
-                    cache_server,
-                )
+                options = DoctorOptions(base_url=running.base_url, kv_url=cache_server.url, timeout=20)
+                yield replace(options, kv_http_url=cache_server.http_url), cache_server
             # Not sooner: until it has ended, the engine's own stores hold something too.
             assert cache_server.held == (left or {})
 
