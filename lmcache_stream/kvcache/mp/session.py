@@ -367,8 +367,14 @@ class Session:
             lost = error
         # What the first one has published is not published again: then the server knows of no reservation any more.
         if client.times_registered == registered and not await self._forgotten(client):
-            await self._commit_store(rank, client, b"", CLEAN_UP)
-            if client.times_registered == registered:
+            try:
+                await self._commit_store(rank, client, b"", CLEAN_UP)
+                published = client.times_registered == registered
+            except CacheTimeout:
+                if not await self._forgotten(client):
+                    raise
+                published = False
+            if published:
                 return True
         raise CacheConnectionError("the cache server restarted while chunks were stored: try again") from lost
 
