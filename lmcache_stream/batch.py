@@ -365,7 +365,7 @@ class AsyncBatchedStream(_Members[AsyncLMCacheStream]):
             return 0.0
         slots = asyncio.Semaphore(max_concurrency or len(selected))
 
-        with watching(self._progress, phase) as show:
+        with watching(self._progress, phase, len(selected)) as show:
 
             async def run(stream_id: str, stream: AsyncLMCacheStream) -> None:
                 async with slots:

@@ -36,12 +36,15 @@ ProgressOption: TypeAlias = ProgressCallback | Literal[False] | None
 
 
 @contextmanager
-def watching(progress: ProgressOption, phase: str) -> Iterator[ProgressCallback]:
-    """What to tell a phase's progress to: the caller's callback, a bar on a terminal (None), or nobody (False)."""
+def watching(progress: ProgressOption, phase: str, total: int) -> Iterator[ProgressCallback]:
+    """What to tell a phase's progress to: the caller's callback, a bar on a terminal (None), or nobody (False).
+
+    `total` streams take part.
+    """
     if callable(progress):
         yield _harmless(progress)
     elif progress is None and sys.stderr.isatty():
-        with _bar(phase) as show:
+        with _bar(phase, total) as show:
             yield show
     else:
         yield lambda _: None
@@ -64,7 +67,7 @@ def _harmless(callback: ProgressCallback) -> ProgressCallback:
 
 
 @contextmanager
-def _bar(phase: str) -> Iterator[ProgressCallback]:
+def _bar(phase: str, total: int) -> Iterator[ProgressCallback]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -76,7 +79,7 @@ def _bar(phase: str) -> Iterator[ProgressCallback]:
         TextColumn("{task.fields[failed]}"),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(phase, total=None, failed="")
+        task = bar.add_task(phase, total=total, failed="")
 
         def show(at: PhaseProgress) -> None:
             failed = f"{at.failed} failed" if at.failed else ""

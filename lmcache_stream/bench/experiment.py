@@ -336,7 +336,7 @@ class _Measurer:
         return msgspec.structs.replace(record, edited=mine)
 
     def _watched(self, phase: str, samples: Sequence[Any]) -> Iterator[Any]:
-        with watching(self._progress, phase) as show:
+        with watching(self._progress, phase, len(samples)) as show:
             for done, sample in enumerate(samples):
                 show(PhaseProgress(phase, len(samples), done))
                 yield sample

@@ -158,6 +158,10 @@ class Engine:
         await cache.put(kv, prompt, salt)
 
 
+def options_for(base_url: str, kv_url: str, kv_http_url: str) -> DoctorOptions:
+    return DoctorOptions(base_url=base_url, kv_url=kv_url, kv_http_url=kv_http_url, timeout=20)
+
+
 @asynccontextmanager
 async def stack(
     model: str, *, server: dict[str, Any] | None = None, left: dict[str, int] | None = None, **engine: Any
@@ -175,8 +179,8 @@ async def stack(
         )
         async with cache:
             async with Engine(model=model, cache=cache, geometry=geometry, **engine) as running:
-                options = DoctorOptions(base_url=running.base_url, kv_url=cache_server.url, timeout=20)
-                yield replace(options, kv_http_url=cache_server.http_url), cache_server
+                urls = running.base_url, cache_server.url, cache_server.http_url
+                yield options_for(*urls), cache_server
             # Not sooner: until it has ended, the engine's own stores hold something too.
             assert cache_server.held == (left or {})
 
