@@ -8,6 +8,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+BENCH_STAMP := $(VENV)/.bench
+
 REAL_VENV := .venv-real
 REAL_BIN := $(REAL_VENV)/bin
 REAL_STAMP := $(REAL_VENV)/.installed
@@ -17,7 +19,7 @@ SMOLLM2 = $$($(BIN)/python -c 'from lmcache_stream.engine import ensure_smollm2;
 # Threads that wait for work should not take the core from others on a busy machine.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: run test check quality real test-real test-real-all clean
+.PHONY: run test check bench profile quality real test-real test-real-all clean
 
 run: $(STAMP)
 	$(BIN)/lmcache-stream demo
@@ -30,6 +32,15 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# Half an hour: results.json and the tables of benchmarks/README.md. BENCH_ARGS=--quick takes minutes. With .venv-real there
+# (make real), KV movement is measured, too.
+bench: $(BENCH_STAMP)
+	$(BIN)/python benchmarks/run_all.py $(BENCH_ARGS)
+
+# A flame graph of each benchmark, in benchmarks/flames.
+profile: $(BENCH_STAMP)
+	$(BIN)/python benchmarks/flame.py
 
 # What editors keep of a model's answers; hours, and goes on where it was stopped. One thread: two only wait for each other.
 quality: $(STAMP)
@@ -59,6 +70,10 @@ $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --editable ".[engine,grpc,dev]"
+	@touch $@
+
+$(BENCH_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --editable ".[bench]"
 	@touch $@
 
 # torchvision breaks transformers beside this torch; lmcache's own list of dependencies wants CUDA packages.

@@ -211,6 +211,9 @@ def main() -> None:
         "us_per_token": {str(streams): median(us("full", streams)) for streams in counts},
         "kib_per_active_stream": max((found["KiB/stream"] or 0.0) for found in of_many),
         "kib_per_idle_stream": max((found["KiB/idle"] or 0.0) for found in of_many),
+        "server_busy": {
+            f"{mode}/{streams}": found["server"] for (mode, streams, _), found in zip(results, rows, strict=True)
+        },
     }
     if args.threads:
         ours, theirs = results["together", args.threads, BATCH], results["together", args.threads, THREADS]
@@ -226,7 +229,16 @@ def main() -> None:
                 str(found["streams"]): found["lag max ms"] for found in rows if found["mode"] == "paced"
             },
         }
-    report(args, "A batch that decodes, as its streams grow", rows, summary, [f"open files allowed: {limit:,}"])
+    notes = [
+        f"Open files allowed: {limit:,}; each open stream takes one",
+        f"One core: {1e6 / median(us('full', many)):,.0f} tokens a second with {many:,} streams at full speed",
+    ]
+    if args.paced_tokens:
+        bearable = 1e6 * PACE / median(us("paced", many))
+        notes.append(
+            f"One core, by its CPU time a token: {bearable:,.0f} streams of {1 / PACE:.0f} tokens a second each"
+        )
+    report(args, "A batch that decodes, as its streams grow", rows, summary, notes)
 
 
 if __name__ == "__main__":

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import json
 import time
 from collections.abc import Callable
 
 import torch
-from common import arguments, interleaved, median, ratio, report
+from common import arguments, interleaved, median, ratio, report, skip
 
 from lmcache_stream.editors import EditInput, StreamingLLM
 from lmcache_stream.geometry import KVGeometry
@@ -101,8 +100,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048)
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        print("skipped: no CUDA device here, and nothing else can show what CUDA lanes are worth")
-        print(json.dumps({"skipped": "no CUDA device"}))
+        skip("no CUDA device here, and nothing else can show what CUDA lanes are worth")
         return
 
     streams = Streams(options.streams, options.tokens)

@@ -33,7 +33,7 @@ from pathlib import Path
 
 import aiohttp
 import torch
-from common import LoopLag, arguments, interleaved, median, percentile, ratio, report
+from common import LoopLag, arguments, interleaved, median, percentile, ratio, report, skip
 
 from lmcache_stream.errors import LMCacheError
 from lmcache_stream.geometry import KVGeometry
@@ -457,7 +457,8 @@ def main() -> None:
 
     python = os.environ.get(PYTHON_VARIABLE)
     if python is None:
-        raise SystemExit(f"set {PYTHON_VARIABLE} to an interpreter that has lmcache: make real installs one")
+        skip(f"set {PYTHON_VARIABLE} to an interpreter that has lmcache: make real installs one in .venv-real")
+        return
     notes: list[str] = []
     tuned = tuned_copies(options.repeats)
     try:

@@ -12,6 +12,8 @@ import itertools
 import signal
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
 
 import zmq
 import zmq.asyncio
@@ -129,23 +131,33 @@ def main() -> None:
     options = parser.parse_args()
     few, many = options.calls, 10 * options.calls
 
+    busy: dict[str, list[float]] = {}
+
     with forked_server(serve) as server:
         url = server.address
-        runs: dict[str, Callable[[], float]] = {
-            "ours, sequential": lambda: in_child(ours, url, one_by_one, few),
-            "zmq.asyncio, sequential": lambda: in_child(plain, url, one_by_one, few),
-            "bare socket, sequential": lambda: in_child(bare, url, few, 1),
-            "ours, outstanding": lambda: in_child(ours, url, all_at_once, many),
-            "zmq.asyncio, outstanding": lambda: in_child(plain, url, all_at_once, many),
-            "bare socket, outstanding": lambda: in_child(bare, url, many, OUTSTANDING),
+
+        def measured(name: str, *call: Any) -> float:
+            served, begin = server.cpu_seconds(), time.perf_counter()
+            seconds: float = in_child(*call)
+            busy.setdefault(name, []).append((server.cpu_seconds() - served) / (time.perf_counter() - begin))
+            return seconds
+
+        calls: dict[str, tuple[Any, ...]] = {
+            "ours, sequential": (ours, url, one_by_one, few),
+            "zmq.asyncio, sequential": (plain, url, one_by_one, few),
+            "bare socket, sequential": (bare, url, few, 1),
+            "ours, outstanding": (ours, url, all_at_once, many),
+            "zmq.asyncio, outstanding": (plain, url, all_at_once, many),
+            "bare socket, outstanding": (bare, url, many, OUTSTANDING),
         }
-        taken = interleaved(runs, options.repeats)
+        taken = interleaved({name: partial(measured, name, *call) for name, call in calls.items()}, options.repeats)
 
     rows = [
         {
             "client": name,
             "us one by one": median(taken[f"{name}, sequential"]) * 1e6,
             f"a second with {OUTSTANDING} outstanding": 1 / median(taken[f"{name}, outstanding"]),
+            "server busy": median(busy[f"{name}, outstanding"]),
         }
         for name in ("ours", "zmq.asyncio", "bare socket")
     ]
@@ -155,7 +167,11 @@ def main() -> None:
         "sequential_vs_zmq_asyncio": ratio(taken["ours, sequential"], taken["zmq.asyncio, sequential"]),
         "rate_vs_zmq_asyncio": ratio(taken["zmq.asyncio, outstanding"], taken["ours, outstanding"]),
     }
-    notes = ["The client has one core, the server another. The bare socket shows what server and wire take."]
+    summary["rate_vs_bare_socket"] = ratio(taken["bare socket, outstanding"], taken["ours, outstanding"])
+    notes = [
+        "The client has one core, the server another. The bare socket shows what server and wire take by themselves; "
+        "server busy: the share of its core that the server used with many outstanding."
+    ]
     report(options, "Round trips of noop over ZMQ", rows, summary, notes)
 
 

@@ -5,7 +5,8 @@ the engine is the busier side), `burst` (a stream's whole answer in one write), 
 brings one event), `paced` (ten tokens a second a stream). Every run is a process of its own on one core and starts
 its requests inside the measured time; the fake engine has the other core. In `bulk` and `burst` it holds the answers
 back until every stream is open (the wall time is without that wait). Every client ends with each token's id, text and
-time.
+time. The first keys of the last line are those of `burst`, where the server's answers are made and sent in one write,
+so that the client is what takes the time: `busy` and `server` are the shares of the wall time that the two computed.
 """
 
 from __future__ import annotations
@@ -344,27 +345,38 @@ def main() -> None:
             results[mode, streams] = compare(chosen, mode, streams, tokens, args.repeats)
 
     rows = [row(mode, streams, name, of_all) for (mode, streams), of_all in results.items() for name in of_all]
-    summary: dict[str, Any] = {}
-    for mode in modes:
-        by_streams = {str(row["streams"]): row for row in rows if row["mode"] == mode and row["client"] == BATCHES}
-        by_token = {
-            str(row["streams"]): row["us/event"] for row in rows if row["mode"] == mode and row["client"] == TOKENS
-        }
-        summary[mode] = {
-            "us_per_event": {streams: row["us/event"] for streams, row in by_streams.items()},
-            "us_per_event_by_token": by_token,
-            "vs_requests": {n: row["x requests"] for n, row in by_streams.items() if row["x requests"] is not None},
-            "vs_aiohttp_lines_json": {
-                n: row["x aiohttp"] for n, row in by_streams.items() if row["x aiohttp"] is not None
-            },
-            "loop_lag_p99_ms": {n: row["lag p99 ms"] for n, row in by_streams.items()},
-            "loop_lag_max_ms": {n: row["lag max ms"] for n, row in by_streams.items()},
-        }
-    headline = dict(summary.get("bulk") or next(iter(summary.values()), {}))
-    for kind in ("loop_lag_p99_ms", "loop_lag_max_ms"):
-        headline[kind] = {f"{mode}/{n}": value for mode in summary for n, value in summary[mode][kind].items()}
-    others = {mode: of_mode for mode, of_mode in summary.items() if mode != "bulk"}
+    by_mode = {mode: summary(rows, mode) for mode in modes}
+    headline = by_mode.get("burst") or next(iter(by_mode.values()), {})
+    others = {mode: of_mode for mode, of_mode in by_mode.items() if of_mode is not headline}
     report(args, "Client CPU per token event, one token an event", rows, {**headline, **others}, notes)
+
+
+def summary(rows: list[dict[str, Any]], mode: str) -> dict[str, Any]:
+    """What one mode says about our client, by the number of streams."""
+
+    def by_streams(client: str, column: str) -> dict[str, Any]:
+        return {
+            str(row["streams"]): row[column]
+            for row in rows
+            if row["mode"] == mode and row["client"] == client and row[column] is not None
+        }
+
+    def vs_ours(client: str) -> dict[str, float]:
+        ours = by_streams(BATCHES, "us/event")
+        return {n: us / ours[n] for n, us in by_streams(client, "us/event").items() if n in ours}
+
+    return {
+        "us_per_event": by_streams(BATCHES, "us/event"),
+        "us_per_event_by_token": by_streams(TOKENS, "us/event"),
+        "vs_requests": by_streams(BATCHES, "x requests"),
+        "vs_aiohttp_lines_json": by_streams(BATCHES, "x aiohttp"),
+        "buffered_vs_ours": vs_ours(BUFFERED),
+        "uvloop_vs_ours": vs_ours(UVLOOP),
+        "loop_lag_p99_ms": by_streams(BATCHES, "lag p99 ms"),
+        "loop_lag_max_ms": by_streams(BATCHES, "lag max ms"),
+        "client_busy": by_streams(BATCHES, "busy"),
+        "server_busy": by_streams(BATCHES, "server"),
+    }
 
 
 if __name__ == "__main__":

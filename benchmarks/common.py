@@ -329,6 +329,12 @@ def report(
     print(json.dumps(line), flush=True)
 
 
+def skip(reason: str) -> None:
+    """Says why there is nothing to measure here, last as one line of JSON."""
+    print(f"skipped: {reason}")
+    print(json.dumps({"skipped": reason}), flush=True)
+
+
 def _cell(value: Any) -> str:
     if value is None:
         return ""

@@ -19,6 +19,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from lmcache_stream import portal
 from lmcache_stream.completions.faults import excerpt, json_error, response_error
 from lmcache_stream.completions.pacing import StartPacer
+from lmcache_stream.completions.reading import read_arrived, unread
 from lmcache_stream.completions.request import check_request, encode, request_body
 from lmcache_stream.completions.sse import CompletionDecoder
 from lmcache_stream.errors import (
@@ -226,10 +227,10 @@ class CompletionsClient:
                     while True:
                         watch.waiting_since = time.perf_counter()
                         try:
-                            data = await content.readany()
+                            data = await read_arrived(content)
                         except (aiohttp.ClientError, RuntimeError) as exc:
                             watch.waiting_since = None
-                            if tokens := decoder.feed(_unread(content), time.perf_counter()):
+                            if tokens := decoder.feed(unread(content), time.perf_counter()):
                                 yield tokens
                             if decoder.ended:
                                 break
@@ -521,11 +522,6 @@ async def _start_of(response: aiohttp.ClientResponse) -> bytes:
     while len(body) < _ERROR_BODY and (data := await response.content.readany()):
         body += data
     return bytes(body)
-
-
-def _unread(content: aiohttp.StreamReader) -> bytes:
-    """What arrived before a stream broke and was not read yet; aiohttp does not hand it out after an error."""
-    return b"".join(getattr(content, "_buffer", ()))
 
 
 async def _drain(content: aiohttp.StreamReader) -> None:

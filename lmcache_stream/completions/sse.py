@@ -76,17 +76,14 @@ class EventSplitter:
                 return []
             data = bytes(pending)
             pending.clear()
-        blocks = data.split(b"\n\n")
-        pending += blocks.pop()
-        if len(data) > self._limit and max(len(pending), *map(len, blocks)) > self._limit:
+        end = data.rfind(b"\n\n")
+        if len(data) > self._limit and max(map(len, data.split(b"\n\n"))) > self._limit:
             raise self._too_long()
-        events = []
-        for block in blocks:
-            if block.startswith(b"data: ") and b"\n" not in block:
-                events.append(block[6:])
-            elif (lines := _data_lines(block)) != b"":
-                events.append(lines)
-        return events
+        if end < 0:
+            pending += data
+            return []
+        pending += data[end + 2 :]
+        return _events(data[:end])
 
     def _with_lf_only(self, data: bytes) -> bytes:
         if not data:
@@ -98,6 +95,15 @@ class EventSplitter:
 
     def _too_long(self) -> EngineStreamError:
         return EngineStreamError(f"an event of the stream is longer than {self._limit} bytes")
+
+
+def _events(data: bytes) -> list[bytes]:
+    """The data of complete events, without the blank line behind the last one."""
+    if data.startswith(b"data: "):
+        events = data[6:].split(b"\n\ndata: ")
+        if data.count(b"\n") == 2 * (len(events) - 1) and b"" not in events:  # one line each, and it is data
+            return events
+    return [lines for block in data.split(b"\n\n") if (lines := _data_lines(block)) != b""]
 
 
 def _data_lines(block: bytes) -> bytes:
@@ -173,12 +179,12 @@ class CompletionDecoder:
             return tokens
         try:
             for event in self._splitter.feed(data):
-                if event.startswith(b"[DONE]"):
-                    self.ended = True
-                    break
                 try:
                     chunk = _decode_chunk(event)
                 except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+                    if event.startswith(b"[DONE]"):
+                        self.ended = True
+                        break
                     raise _not_a_chunk(event) from exc
                 if chunk.error or chunk.choices is None:
                     raise _not_a_chunk(event)
@@ -198,8 +204,8 @@ class CompletionDecoder:
         text = choice.text or ""
         ids = choice.token_ids
         if ids:
-            for token_id in ids[:-1]:
-                tokens.append(TokenEvent(token_id, "", now))  # noqa: PERF401
+            if len(ids) > 1:
+                tokens += [TokenEvent(token_id, "", now) for token_id in ids[:-1]]
             tokens.append(TokenEvent(ids[-1], text, now))
             self.tokens += len(ids)
         elif ids is None and (text or not self.tokens):

@@ -94,6 +94,34 @@ def test_splitter_gives_back_any_data(events: list[str], ending: bytes, size: in
     assert not splitter.pending
 
 
+def line_by_line(stream: bytes) -> list[bytes]:
+    """The data of a stream's events, read as the standard tells it: line after line."""
+    events: list[bytes] = []
+    data: list[bytes] = []
+    for line in stream.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")[:-1]:
+        name, _, value = line.partition(b":")
+        if name == b"data":
+            data.append(value.removeprefix(b" "))
+        if not line:
+            events += [joined] if (joined := b"\n".join(data)) else []
+            data = []
+    return events
+
+
+LINES = ["data: x", "data: y", "data:z", "data: ", "data", ": comment", "id: 1", "database: x", "data: data: ", "", ""]
+
+
+@few
+@given(data=st.data(), lines=st.lists(st.sampled_from(LINES), max_size=30))
+def test_splitter_reads_any_lines_as_the_standard_does(lines: list[str], data: st.DataObject) -> None:
+    ending = data.draw(st.sampled_from(["\n", "\r", "\r\n"]))
+    stream = "".join(line + ending for line in lines).encode()
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
+    splitter = EventSplitter()
+    got = [event for a, b in pairwise([0, *cuts, len(stream)]) for event in splitter.feed(stream[a:b])]
+    assert got == line_by_line(stream)
+
+
 @pytest.mark.parametrize(
     ("stream", "events"),
     [
@@ -105,6 +133,13 @@ def test_splitter_gives_back_any_data(events: list[str], ending: bytes, size: in
         (b": comment\n\n: another\ndata: x\n\n", [b"x"]),
         (b"data\n\n", []),
         (b"data:\n\n", []),
+        (b"data: \n\n", []),
+        (b"data: x\n\ndata: \n\ndata: y\n\n", [b"x", b"y"]),
+        (b"data: x\n\n\ndata: y\n\n", [b"x", b"y"]),
+        (b"data: x\n\ndata: a\ndata: b\n\n", [b"x", b"a\nb"]),
+        (b"data: x\n\n: ping\n\ndata: y\n\n", [b"x", b"y"]),
+        (b"data: x\n\ndata:y\n\ndata: z\n\n", [b"x", b"y", b"z"]),
+        (b"data: x\nid: 1\n\ndata: y\n\n", [b"x", b"y"]),
         (b"database: x\n\n", []),
         (b"\n\n\n\ndata: x\n\n\n\n\ndata: y\n\n", [b"x", b"y"]),
         (b"\xef\xbb\xbfdata: x\n\n", [b"x"]),
