@@ -10,6 +10,11 @@ STAMP := $(VENV)/.installed
 
 BENCH_STAMP := $(VENV)/.bench
 
+KVPRESS_VENV := .venv-kvpress
+KVPRESS_BIN := $(KVPRESS_VENV)/bin
+KVPRESS_STAMP := $(KVPRESS_VENV)/.installed
+KVPRESS_ARGS ?=
+
 REAL_VENV := .venv-real
 REAL_BIN := $(REAL_VENV)/bin
 REAL_STAMP := $(REAL_VENV)/.installed
@@ -19,7 +24,7 @@ SMOLLM2 = $$($(BIN)/python -c 'from lmcache_stream.engine import ensure_smollm2;
 # Threads that wait for work should not take the core from others on a busy machine.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: run test check bench profile quality real test-real test-real-all clean
+.PHONY: run test check bench profile quality kvpress real test-real test-real-all clean
 
 run: $(STAMP)
 	$(BIN)/lmcache-stream demo
@@ -49,6 +54,11 @@ quality: $(STAMP)
 	  --editor random --editor streaming-llm --editor snapkv --editor keydiff \
 	  --json benchmarks/quality.json --plot benchmarks/quality.png
 
+# Our editors beside kvpress on the same texts; some twenty minutes. More: KVPRESS_ARGS="--texts 100".
+kvpress: $(KVPRESS_STAMP)
+	OMP_NUM_THREADS=1 $(KVPRESS_BIN)/python benchmarks/bench_quality_vs_kvpress.py \
+	  --json benchmarks/quality_vs_kvpress.json $(KVPRESS_ARGS)
+
 # The same job against a real vLLM and a real LMCache server, on the CPU.
 real: $(STAMP) $(REAL_STAMP)
 	$(REAL) $(BIN)/lmcache-stream up --model "$(SMOLLM2)" --dtype float32 --max-model-len 4096 --log-dir logs/real \
@@ -61,7 +71,7 @@ test-real-all: $(STAMP) $(REAL_STAMP)
 	$(REAL) $(BIN)/python -m pytest tests/real -m real $(PYTEST_ARGS)
 
 clean:
-	rm -rf $(VENV) $(REAL_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(REAL_VENV) $(KVPRESS_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml
@@ -74,6 +84,14 @@ $(STAMP): pyproject.toml
 
 $(BENCH_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet --editable ".[bench]"
+	@touch $@
+
+# kvpress wants a transformers older than 5.3.
+$(KVPRESS_STAMP): | $(STAMP)
+	$(PYTHON) -m venv $(KVPRESS_VENV)
+	$(KVPRESS_BIN)/python -m pip install --quiet "$(TORCH)"
+	$(KVPRESS_BIN)/python -m pip install --quiet "kvpress==0.5.5" --editable ".[engine]"
+	$(KVPRESS_BIN)/python -c 'import kvpress, lmcache_stream.engine'
 	@touch $@
 
 # torchvision breaks transformers beside this torch; lmcache's own list of dependencies wants CUDA packages.
