@@ -5,27 +5,49 @@ bfloat16 on the CPU, with the threads that torch takes by itself.
 
 - `copy`: the kept half copied twice into memory that is there already; `fresh`: the same into new memory, which an
   editor's result is, too.
-- `plain`: the same edit written as notebooks write it: layer by layer, all in float32, whole matrices. Its result is
+- `plain`: the same edit in the steps of LMCache's token-dropping notebooks, all in float32: layer by layer, keys and
+  queries converted whole, attention with an added mask, similarities in blocks of 1,024 rows by all columns; then the
+  kept tokens indexed and cloned, and each layer's keys turned back to position 0 and on to the new one. Its result is
   checked against the editor's.
+- memory: the most resident memory that the process had meanwhile, sampled every two milliseconds, less what it had
+  before and less the result, as a share of the input. It counts what torch's own counters leave out, such as the
+  scratch memory of matrix products. Freed memory is given back to the system before.
 
-Editors that take time quadratic in the tokens see fewer of them, unless `--full` is given.
+Editors quadratic in the tokens, and plain formulations that are, see fewer tokens unless `--full` is given. What takes
+more than `--long` seconds is timed once, while its memory is watched.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import gc
 import math
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from common import arguments, interleaved, median, report, rss_bytes
 
 from lmcache_stream import editors
-from lmcache_stream.editors import Compose, Edit, EditInput, Editor, Quantize, StreamingLLM, TokenDropping
+from lmcache_stream.editors import (
+    Compose,
+    Edit,
+    EditInput,
+    Editor,
+    Quantize,
+    QueryStatistics,
+    StreamingLLM,
+    TokenDropping,
+)
 from lmcache_stream.geometry import KVGeometry
+from lmcache_stream.rotary import Rotary
+
+T = TypeVar("T")
 
 CHUNK = 256
 QWEN3_8B = {
@@ -40,16 +62,35 @@ QWEN3_8B = {
     "torch_dtype": "bfloat16",
 }
 GEOMETRY = KVGeometry.from_config(QWEN3_8B, chunk_size=CHUNK)
-QUADRATIC = ("h2o", "merge", "rkv")
+QUADRATIC = ("h2o",)
+"""Editors that take time quadratic in the tokens for any keys."""
+
+QUADRATIC_PLAIN = ("rkv",)
+"""Editors whose plain formulation alone does."""
 
 
 def every_editor() -> dict[str, Editor]:
     made: dict[str, Editor] = {}
     for name in editors.names():
-        made[name] = Compose(editors=(StreamingLLM(), Quantize())) if name == "compose" else editors.get(name)
+        if name == "compose":
+            made[name] = Compose(editors=(StreamingLLM(), Quantize()))
+        elif name == "expected-attention":
+            made[name] = editors.get(name, statistics=statistics())
+        else:
+            made[name] = editors.get(name)
     made["random, scope layer"] = editors.get("random", scope="layer")
     made["snapkv, scope head"] = editors.get("snapkv", scope="head")
     return made
+
+
+def statistics() -> QueryStatistics:
+    """Made-up ones: what they say does not change the time."""
+    generator = torch.Generator().manual_seed(1)
+    heads = (GEOMETRY.num_layers, GEOMETRY.num_heads or GEOMETRY.num_kv_heads, GEOMETRY.head_dim)
+    spread = torch.randn(*heads, 4, generator=generator)
+    return QueryStatistics(
+        mean=torch.randn(*heads, generator=generator), covariance=spread @ spread.transpose(-1, -2) / 4
+    )
 
 
 def prompt(tokens: int) -> EditInput:
@@ -76,66 +117,73 @@ def prompt(tokens: int) -> EditInput:
 # Plain formulations.
 
 
-def plain_positions(editor: TokenDropping, x: EditInput) -> torch.Tensor:
+def plain_positions(editor: Editor, x: EditInput) -> torch.Tensor:
     """The positions that `streaming-llm` and `random` keep are cheap to find: take them as given."""
+    assert isinstance(editor, TokenDropping)
     budget = editor.budget(len(x.tokens), x.chunk_size, editor.sinks + editor.window)
     scores = editor.score(x, budget)[0, 0].clone()
     scores[: editor.sinks] = math.inf
     return scores.topk(budget).indices.sort().values
 
 
+def plain_heads(states: torch.Tensor) -> torch.Tensor:
+    """`[T, heads * head_dim]` -> float32 `[T, heads, head_dim]`."""
+    return states.to(torch.float32).reshape(len(states), -1, GEOMETRY.head_dim)
+
+
 def plain_attention(x: EditInput, layer: int, window: int) -> torch.Tensor:
-    """Attention of the last `window` queries, float32 `[H, G, window, T]`."""
+    """Attention that the last `window` queries pay to those before: float32 `[H, G, T - window]`, their mean."""
     assert x.queries is not None
-    total, heads, head_dim = len(x.tokens), GEOMETRY.num_kv_heads, GEOMETRY.head_dim
-    keys = x.kv[0, layer].to(torch.float32).reshape(total, heads, head_dim).permute(1, 0, 2)
-    queries = x.queries[0, layer].to(torch.float32).reshape(total, heads, -1, head_dim)
-    logits = torch.einsum("whgd,htd->hgwt", queries[-window:], keys) / math.sqrt(head_dim)
-    mask = torch.full((window, window), torch.finfo(torch.float32).min).triu(1)
-    logits[..., -window:] += mask
-    return torch.softmax(logits, dim=-1)
+    total, heads = len(x.tokens), GEOMETRY.num_kv_heads
+    keys = plain_heads(x.kv[0, layer]).permute(1, 0, 2)
+    queries = plain_heads(x.queries[0, layer]).reshape(total, heads, -1, GEOMETRY.head_dim)
+    logits = torch.einsum("hgwd,htd->hgwt", queries[-window:].permute(1, 2, 0, 3), keys) / math.sqrt(GEOMETRY.head_dim)
+    logits[..., -window:] += torch.full((window, window), torch.finfo(torch.float32).min).triu(1)
+    return torch.softmax(logits, dim=-1)[..., : total - window].mean(dim=-2)
 
 
-def plain_snapkv(x: EditInput, window: int = 32, kernel_size: int = 5) -> torch.Tensor:
-    total, budget = len(x.tokens), plain_budget(x)
-    past = total - window
-    scores = torch.zeros(past)
+def plain_best(scores: torch.Tensor, x: EditInput, window: int) -> torch.Tensor:
+    best = scores.topk(plain_budget(x) - window).indices.sort().values
+    return torch.cat([best, torch.arange(len(scores), len(x.tokens))])
+
+
+def plain_snapkv(_: Editor, x: EditInput, window: int = 32, kernel_size: int = 5) -> torch.Tensor:
+    scores = torch.zeros(len(x.tokens) - window)
     for layer in range(GEOMETRY.num_layers):
-        attention = plain_attention(x, layer, window)[..., :past].mean(dim=-2)
-        pooled = torch.nn.functional.avg_pool1d(
-            attention.reshape(1, -1, past), kernel_size, stride=1, padding=kernel_size // 2
-        )
+        attention = plain_attention(x, layer, window).reshape(1, -1, len(scores))
+        pooled = torch.nn.functional.avg_pool1d(attention, kernel_size, stride=1, padding=kernel_size // 2)
         scores += pooled[0].mean(dim=0)
-    best = scores.topk(budget - window).indices.sort().values
-    return torch.cat([best, torch.arange(past, total)])
+    return plain_best(scores, x, window)
 
 
 def plain_rkv(
-    x: EditInput, window: int = 8, kernel_size: int = 7, mix: float = 0.1, threshold: float = 0.5
+    _: Editor, x: EditInput, window: int = 8, kernel_size: int = 7, mix: float = 0.1, threshold: float = 0.5
 ) -> torch.Tensor:
-    total, budget = len(x.tokens), plain_budget(x)
-    past = total - window
-    scores = torch.zeros(past)
-    columns = torch.arange(total)
+    scores = torch.zeros(len(x.tokens) - window)
     for layer in range(GEOMETRY.num_layers):
-        attention = plain_attention(x, layer, window)[..., :past].mean(dim=-2)
-        pooled = torch.nn.functional.max_pool1d(
-            attention.reshape(1, -1, past), kernel_size, stride=1, padding=kernel_size // 2
-        )
-        importance = pooled.reshape(GEOMETRY.num_kv_heads, -1, past).mean(dim=1)
-        keys = x.kv[0, layer].to(torch.float32).reshape(total, GEOMETRY.num_kv_heads, -1).permute(1, 0, 2)
-        keys = keys / (keys.norm(dim=-1, keepdim=True) + 1e-8)
-        similar = torch.matmul(keys, keys.transpose(-1, -2))
-        similar.masked_fill_(torch.eye(total, dtype=torch.bool), 0.0)
+        attention = plain_attention(x, layer, window).reshape(1, -1, len(scores))
+        pooled = torch.nn.functional.max_pool1d(attention, kernel_size, stride=1, padding=kernel_size // 2)
+        importance = pooled.reshape(GEOMETRY.num_kv_heads, -1, len(scores)).mean(dim=1)
+        redundancy = plain_redundancy(plain_heads(x.kv[0, layer]).permute(1, 0, 2), threshold)
+        scores += (mix * importance - (1 - mix) * redundancy[:, : len(scores)]).mean(dim=0)
+    return plain_best(scores, x, window)
+
+
+def plain_redundancy(keys: torch.Tensor, threshold: float, rows: int = 1024) -> torch.Tensor:
+    """All pairs of keys `[H, T, head_dim]`, `rows` of them at a time -> `[H, T]`."""
+    total = keys.shape[1]
+    keys = keys / (keys.norm(dim=-1, keepdim=True) + 1e-8)
+    columns = torch.zeros(keys.shape[:2])
+    for start in range(0, total, rows):
+        similar = keys[:, start : start + rows] @ keys.transpose(-1, -2)
+        own = torch.arange(similar.shape[1])
+        similar[:, own, start + own] = 0.0
         above = similar > threshold
-        last = torch.where(above, columns, torch.zeros_like(above, dtype=torch.long)).max(dim=-1).values
-        found = above.any(dim=-1)
-        last = torch.where(found, last, columns)
+        last = total - 1 - above.flip(-1).to(torch.uint8).argmax(dim=-1)
+        last = torch.where(above.any(dim=-1), last, start + own)
         similar.scatter_(-1, last.unsqueeze(-1), 0.0)
-        redundancy = similar.mean(dim=-2).softmax(dim=-1)
-        scores += (mix * importance - (1 - mix) * redundancy[:, :past]).mean(dim=0)
-    best = scores.topk(budget - window).indices.sort().values
-    return torch.cat([best, torch.arange(past, total)])
+        columns += similar.sum(dim=-2)
+    return (columns / total).softmax(dim=-1)
 
 
 def plain_budget(x: EditInput) -> int:
@@ -143,34 +191,43 @@ def plain_budget(x: EditInput) -> int:
 
 
 def plain_drop(x: EditInput, kept: torch.Tensor) -> torch.Tensor:
-    """Gather, then turn the keys of one layer after the other."""
+    """Gather, then take the keys of one layer after the other back to position 0 and on to their new one."""
     kv = x.kv[:, :, kept, :].clone()
     assert GEOMETRY.rotary is not None
-    rotary = GEOMETRY.rotary[0]
-    assert rotary is not None
-    moved = torch.arange(len(kept), dtype=torch.float32) - kept.to(torch.float32)
-    angles = torch.outer(moved, torch.tensor(rotary.inv_freq))
-    angles = torch.cat([angles, angles], dim=-1)
-    cos, sin = angles.cos()[:, None, :], angles.sin()[:, None, :]
-    for layer in range(kv.shape[1]):
-        keys = kv[0, layer].reshape(len(kept), GEOMETRY.num_kv_heads, -1).to(torch.float32)
-        first, second = keys.chunk(2, dim=-1)
-        turned = keys * cos + torch.cat([-second, first], dim=-1) * sin
-        kv[0, layer] = turned.reshape(len(kept), -1).to(kv.dtype)
+    for layer, rotary in enumerate(GEOMETRY.rotary):
+        assert rotary is not None
+        keys = plain_heads(kv[0, layer])
+        cos, sin = plain_angles(kept, rotary)
+        keys = keys * cos - plain_half_turned(keys) * sin
+        cos, sin = plain_angles(torch.arange(len(kept)), rotary)
+        keys = keys * cos + plain_half_turned(keys) * sin
+        kv[0, layer] = keys.reshape(len(kept), -1)
     return kv
 
 
+def plain_angles(positions: torch.Tensor, rotary: Rotary) -> tuple[torch.Tensor, torch.Tensor]:
+    angles = torch.outer(positions.to(torch.float32), torch.tensor(rotary.inv_freq))
+    angles = torch.cat([angles, angles], dim=-1)[:, None, :]
+    return angles.cos(), angles.sin()
+
+
+def plain_half_turned(keys: torch.Tensor) -> torch.Tensor:
+    first, second = keys.chunk(2, dim=-1)
+    return torch.cat([-second, first], dim=-1)
+
+
 PLAIN: dict[str, Callable[[Editor, EditInput], torch.Tensor]] = {
-    "random": lambda editor, x: plain_positions(dropping(editor), x),
-    "streaming-llm": lambda editor, x: plain_positions(dropping(editor), x),
-    "snapkv": lambda _, x: plain_snapkv(x),
-    "rkv": lambda _, x: plain_rkv(x),
+    "random": plain_positions,
+    "streaming-llm": plain_positions,
+    "snapkv": plain_snapkv,
+    "rkv": plain_rkv,
 }
 
 
-def dropping(editor: Editor) -> TokenDropping:
-    assert isinstance(editor, TokenDropping)
-    return editor
+def plain(name: str, editor: Editor, x: EditInput) -> tuple[torch.Tensor, torch.Tensor]:
+    """The KV `[2, L, n, D]` and the positions `[n]` that the plain formulation keeps."""
+    kept = PLAIN[name](editor, x)
+    return plain_drop(x, kept), kept
 
 
 def check_same(edit: Edit, kv: torch.Tensor, kept: torch.Tensor) -> None:
@@ -195,6 +252,8 @@ class Peak:
 
     def __enter__(self) -> Peak:
         gc.collect()
+        with suppress(AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)
         self._before = self._most = rss_bytes()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch)
@@ -204,25 +263,23 @@ class Peak:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
-        self.mib = (self._most - self._before) / 2**20
+        self.bytes = self._most - self._before
 
     def _watch(self) -> None:
         while True:
             self._most = max(self._most, rss_bytes())
-            if self._stop.wait(0.005):
+            if self._stop.wait(0.002):
                 return
 
 
-def plain(positions: Callable[[Editor, EditInput], torch.Tensor], editor: Editor, x: EditInput) -> torch.Tensor:
-    return plain_drop(x, positions(editor, x))
-
-
 def seconds(call: Callable[..., object], *args: object) -> float:
+    return timed(call, *args)[1]
+
+
+def timed(call: Callable[..., T], *args: object) -> tuple[T, float]:
     started = time.perf_counter()
     result = call(*args)
-    took = time.perf_counter() - started
-    del result
-    return took
+    return result, time.perf_counter() - started
 
 
 def half_twice(x: EditInput) -> tuple[Callable[[], float], Callable[[], float]]:
@@ -240,73 +297,114 @@ def half_twice(x: EditInput) -> tuple[Callable[[], float], Callable[[], float]]:
     return (lambda: seconds(reused)), (lambda: seconds(fresh))
 
 
-def measure(names: list[str], tokens: int, repeats: int, results: dict[str, dict[str, float | None]]) -> None:
+@dataclass
+class Row:
+    """What was measured of one editor; ratios are to times of the same tokens."""
+
+    tokens: int
+    taken: list[float]
+    memory_share: float
+    vs_copy: float
+    vs_fresh_copy: float
+    plain_tokens: int | None = None
+    plain_seconds: float | None = None
+    vs_plain: float | None = None
+
+
+def measure(names: list[str], tokens: int, repeats: int, long: float, *, plain_too: bool) -> dict[str, Row]:
     x = prompt(tokens)
     made = {name: editor for name, editor in every_editor().items() if name in names}
     reused, fresh = half_twice(x)
-    runs: dict[str, Callable[[], float]] = {"copy": reused, "fresh": fresh}
-    peaks = {}
+    cases: dict[str, Callable[[], float]] = {"copy": reused, "fresh": fresh}
+    shares: dict[str, float] = {}
+    once: dict[str, list[float]] = {}
     for name, editor in made.items():
         with Peak() as peak:
-            edit = editor.edit(x)
-        peaks[name] = peak.mib
-        runs[name] = functools.partial(seconds, editor.edit, x)
-        if name in PLAIN:
-            kept = PLAIN[name](editor, x)
-            check_same(edit, plain_drop(x, kept), kept)
-            runs[f"plain {name}"] = functools.partial(seconds, plain, PLAIN[name], editor, x)
+            edit, took = timed(editor.edit, x)
+        shares[name] = max(peak.bytes - edit.kv.nbytes, 0) / x.kv.nbytes
+        cases[name] = functools.partial(seconds, editor.edit, x)
+        once[name] = [took]
+        if plain_too and name in PLAIN:
+            result, took = timed(plain, name, editor, x)
+            check_same(edit, *result)
+            del result
+            cases[f"plain {name}"] = functools.partial(seconds, plain, name, editor, x)
+            once[f"plain {name}"] = [took]
         del edit
-    taken = interleaved(runs, repeats)
-    copy, new = median(taken["copy"]), median(taken["fresh"])
+    once = {name: first for name, first in once.items() if first[0] > long}
+    taken = once | interleaved({name: case for name, case in cases.items() if name not in once}, repeats)
+    rows: dict[str, Row] = {}
     for name in made:
         took = median(taken[name])
-        plainly = median(taken[f"plain {name}"]) if name in PLAIN else None
-        results[name] = {
-            "tokens": tokens,
-            "seconds": took,
-            "vs_copy": took / copy,
-            "vs_fresh_copy": took / new,
-            "plain_seconds": plainly,
-            "vs_plain": None if plainly is None else plainly / took,
-            "peak_mib": peaks[name],
-        }
+        row = Row(tokens, taken[name], shares[name], took / median(taken["copy"]), took / median(taken["fresh"]))
+        if f"plain {name}" in taken:
+            row.plain_tokens, row.plain_seconds = tokens, median(taken[f"plain {name}"])
+            row.vs_plain = row.plain_seconds / took
+        rows[name] = row
+    return rows
 
 
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--tokens", type=int, default=8000)
-    parser.add_argument("--slow-tokens", type=int, default=1024, help="for editors quadratic in the tokens")
-    parser.add_argument("--full", action="store_true", help="all tokens for every editor: takes many minutes")
+    parser.add_argument("--slow-tokens", type=int, default=2048, help="for what is quadratic in the tokens")
+    parser.add_argument("--full", action="store_true", help="all tokens for everything: takes many minutes")
+    parser.add_argument("--long", type=float, default=4.0, metavar="S", help="what takes longer is timed once")
     parser.add_argument("--only", nargs="*", help="these editors only")
     options = parser.parse_args()
-    if options.full:
-        options.slow_tokens = options.tokens
-
     wanted = options.only or list(every_editor())
-    results: dict[str, dict[str, float | None]] = {}
-    fast, slow = [n for n in wanted if n not in QUADRATIC], [n for n in wanted if n in QUADRATIC]
-    if fast:
-        measure(fast, options.tokens, options.repeats, results)
-    if slow:
-        measure(slow, options.slow_tokens, options.repeats, results)
+    slow = [name for name in wanted if name in QUADRATIC and not options.full]
+    also_fewer = [name for name in wanted if name in QUADRATIC_PLAIN and not options.full]
+    fast = [name for name in wanted if name not in slow and name not in also_fewer]
+
+    found: dict[str, Row] = {}
+    for names, tokens, plain_too in (
+        (fast, options.tokens, True),
+        (also_fewer, options.tokens, False),
+        (slow, options.slow_tokens, True),
+    ):
+        if names:
+            found |= measure(names, tokens, options.repeats, options.long, plain_too=plain_too)
+    if also_fewer:
+        for name, row in measure(
+            also_fewer, options.slow_tokens, options.repeats, options.long, plain_too=True
+        ).items():
+            found[name].plain_tokens, found[name].plain_seconds = row.tokens, row.plain_seconds
+            found[name].vs_plain = row.vs_plain
+    found = {name: found[name] for name in wanted}
     rows = [
         {
             "editor": name,
-            "tokens": row["tokens"],
-            "s": row["seconds"],
-            "x copy": row["vs_copy"],
-            "x fresh copy": row["vs_fresh_copy"],
-            "plain s": row["plain_seconds"],
-            "times faster than plain": row["vs_plain"],
-            "peak MiB": row["peak_mib"],
+            "tokens": row.tokens,
+            "s": median(row.taken),
+            "rounds": len(row.taken),
+            "x copy": row.vs_copy,
+            "x fresh copy": row.vs_fresh_copy,
+            "plain tokens": row.plain_tokens,
+            "plain s": row.plain_seconds,
+            "times faster than plain": row.vs_plain,
+            "memory, % of input": 100 * row.memory_share,
         }
-        for name, row in results.items()
+        for name, row in found.items()
     ]
+    summary = {
+        name: {
+            "seconds": median(row.taken),
+            "vs_plain": row.vs_plain,
+            "memory_share": row.memory_share,
+            "tokens": row.tokens,
+            "vs_copy": row.vs_copy,
+            "vs_fresh_copy": row.vs_fresh_copy,
+            "plain_tokens": row.plain_tokens,
+        }
+        for name, row in found.items()
+    }
     notes = [
         f"Half of the tokens kept, {torch.get_num_threads()} torch threads. x copy: against copying the kept half "
-        "twice into memory that is there, x fresh copy: into new memory."
+        "twice into memory that is there, x fresh copy: into new memory. Both sides of times faster than plain see "
+        "the plain tokens. Memory is beyond input and result."
     ]
-    report(options, "Editors at Qwen3-8B's geometry", rows, results, notes)
+    report(options, "Editors at Qwen3-8B's geometry", rows, summary, notes)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import torch
 
 from lmcache_stream.errors import GeometryError, UsageError
 
-__all__ = ["Rotary", "has_alibi", "latent_width", "rerotate", "rerotate_", "text_config"]
+__all__ = ["Rotary", "has_alibi", "latent_width", "mean_rotation", "rerotate", "rerotate_", "text_config"]
 
 ALIASES: Final[Mapping[str, tuple[str, ...]]] = {
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
@@ -261,6 +261,23 @@ def rerotate_(
         else:
             _rerotate_each(part, _per_token_head(old), _per_token_head(new), one)
     return keys
+
+
+def mean_rotation(rotary: Rotary, start: int, count: int, device: torch.device) -> torch.Tensor:
+    """Average the rotations of the positions `start .. start + count - 1`.
+
+    Returns:
+        float64 `[head_dim, head_dim]`: `mean_rotation @ v` is the mean of a vector `v` at position 0 rotated to each.
+
+    Raises:
+        UsageError: A position lies beyond what the rotation covers.
+    """
+    positions = torch.arange(start, start + count, device=device)
+    _check_limit(rotary, positions, positions)
+    angles = _angles(positions, _inv_freq(rotary, device))
+    columns = torch.eye(rotary.head_dim, dtype=torch.float64, device=device)
+    _turn(columns[None, None], angles.cos().mean(0), angles.sin().mean(0), rotary)
+    return columns.T
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -556,12 +573,8 @@ def _work_dtype(keys: torch.Tensor) -> torch.dtype:
 
 
 def _tiles(keys: torch.Tensor) -> tuple[int, int]:
-    """Layers and tokens that are rotated at once: launch-sized on a GPU.
-
-    On a CPU small enough that torch keeps each operation in the calling thread: edits run side by side in an executor,
-    and thousands of thread barriers on busy cores cost far more than the second core brings.
-    """
-    target = min(1 << 14 if keys.device.type == "cpu" else 1 << 23, max(keys.numel() // 64, 1))
+    """Layers and tokens that are rotated at once: launch-sized on a GPU, cache-sized on a CPU."""
+    target = min(1 << 19 if keys.device.type == "cpu" else 1 << 23, max(keys.numel() // 64, 1))
     width = keys.shape[2] * keys.shape[3]
     tokens = min(keys.shape[1], max(target // width, 1))
     return max(target // (width * tokens), 1), tokens
@@ -620,11 +633,17 @@ def _turn_by_table(
 def _turn(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotary: Rotary) -> None:
     """Rotate `[L, T, H, head_dim]` in place by angles `[L | 1, T, H | 1, pairs]`."""
     rotated = keys[..., rotary.offset : rotary.offset + rotary.width]
+    before = rotated.to(cos.dtype)
+    after = torch.empty_like(before)
+    first, second = _pairs(before, rotary)
+    turned_first, turned_second = _pairs(after, rotary)
+    torch.mul(first, cos, out=turned_first).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=turned_second).addcmul_(first, sin)
+    rotated.copy_(after)
+
+
+def _pairs(rotated: torch.Tensor, rotary: Rotary) -> tuple[torch.Tensor, torch.Tensor]:
+    if rotary.interleaved:
+        return rotated[..., 0::2], rotated[..., 1::2]
     pairs = len(rotary.inv_freq)
-    first, second = (
-        (rotated[..., 0::2], rotated[..., 1::2]) if rotary.interleaved else (rotated[..., :pairs], rotated[..., pairs:])
-    )
-    a, b = first.to(cos.dtype), second.to(cos.dtype)
-    turned = torch.addcmul(a * cos, b, sin, value=-1)
-    second.copy_(torch.addcmul(b * cos, a, sin))
-    first.copy_(turned)
+    return rotated[..., :pairs], rotated[..., pairs:]

@@ -19,6 +19,7 @@ from lmcache_stream.rotary import (
     INTERLEAVED,
     NO_ROTARY,
     Rotary,
+    mean_rotation,
     rerotate,
     rerotate_,
     text_config,
@@ -373,3 +374,20 @@ class TestRerotate:
             rerotate(torch.zeros(6, 16), positions, positions, plain_rotary())
         with pytest.raises(UsageError, match="known up to position 7 only"):
             rerotate(keys, positions + 3, positions, plain_rotary(limit=8))
+
+
+class TestMeanRotation:
+    @pytest.mark.parametrize("interleaved", [False, True])
+    def test_is_the_mean_of_the_rotations(self, interleaved: bool) -> None:
+        plain = plain_rotary(8, interleaved=interleaved)
+        rotary = Rotary(plain.inv_freq, 11, 2, interleaved)
+        vector = torch.randn(11, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        start, count = 100, 30
+        positions = torch.arange(start, start + count)
+        turned = rotated(vector.expand(1, count, 1, 11).clone(), positions.view(1, 1, -1), rotary)
+        found = mean_rotation(rotary, start, count, torch.device("cpu")) @ vector
+        torch.testing.assert_close(found, turned.mean(1).view(-1), atol=1e-12, rtol=1e-12)
+
+    def test_positions_beyond_the_limit_are_refused(self) -> None:
+        with pytest.raises(UsageError, match="known up to position 7 only"):
+            mean_rotation(plain_rotary(limit=8), 4, 5, torch.device("cpu"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lmcache_stream.editors.base import Edit, EditInput, Editor, LayerScoring, QueryScoring, TokenDropping
 from lmcache_stream.editors.compose import Compose, PerLayer
+from lmcache_stream.editors.expected_attention import ExpectedAttention, QueryStatistics
 from lmcache_stream.editors.h2o import H2O
 from lmcache_stream.editors.keydiff import KeyDiff
 from lmcache_stream.editors.knorm import Knorm
@@ -20,6 +21,7 @@ from lmcache_stream.editors.tova import TOVA
 
 _EDITORS: tuple[type[Editor], ...] = (
     Compose,
+    ExpectedAttention,
     H2O,
     KeyDiff,
     Knorm,
@@ -45,6 +47,7 @@ __all__ = [
     "Edit",
     "EditInput",
     "Editor",
+    "ExpectedAttention",
     "KeyDiff",
     "Knorm",
     "LagKV",
@@ -54,6 +57,7 @@ __all__ = [
     "PerLayer",
     "Quantize",
     "QueryScoring",
+    "QueryStatistics",
     "Random",
     "SnapKV",
     "StreamingLLM",

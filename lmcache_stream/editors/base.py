@@ -12,6 +12,7 @@ from typing import ClassVar, Literal, get_args
 import torch
 
 from lmcache_stream import rotary as rope
+from lmcache_stream.editors.tensors import gather, heads_at_once, of_heads, product_dtype
 from lmcache_stream.errors import UsageError
 from lmcache_stream.geometry import KVGeometry
 
@@ -33,7 +34,7 @@ Aggregate = Literal["mean", "max", "sum"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EditInput:
-    """What an editor sees. It leaves all of it as it is.
+    """What an editor sees. It leaves all of it as it is, unless the KV is `spent`.
 
     Args:
         kv: `[P, L, T, D]`, floating point; plane 0 holds keys with their rotary positions `0 .. T-1`, plane 1 values;
@@ -44,6 +45,7 @@ class EditInput:
         queries: `[1, L, Tq, Dq]`: queries of the first `Tq` of the `T` tokens, rotated as the engine's attention sees
             them; `Dq` is query heads times head size; None if there are none.
         generator: Source of randomness for editors that need one; None: they use their seed.
+        spent: Whether nobody looks at `kv` afterwards, so that an editor that keeps every token may edit it in place.
 
     Raises:
         UsageError: Shapes contradict each other.
@@ -55,6 +57,7 @@ class EditInput:
     chunk_size: int
     queries: torch.Tensor | None = None
     generator: torch.Generator | None = None
+    spent: bool = False
 
     def __post_init__(self) -> None:
         shape = list(self.kv.shape)
@@ -118,7 +121,7 @@ class Editor(abc.ABC):
 
     @abc.abstractmethod
     def edit(self, x: EditInput) -> Edit:
-        """Edit `x.kv`, leaving `x` as it is.
+        """Edit `x.kv`, leaving `x` as it is unless it is `spent`.
 
         Raises:
             UsageError: The input lacks what this editor needs; the message says how to give it.
@@ -169,10 +172,11 @@ class Editor(abc.ABC):
         rotary = x.geometry.rotary if x.geometry is not None else None
         if rotary is None:
             why = x.geometry.rotary_unknown if x.geometry is not None else None
+            remedy = ", or rerotate=False to leave the old positions in the keys" if "rotary" not in self.needs else ""
             raise UsageError(
-                f"{self.label} moves keys to other positions and the rotary positions are not known"
-                f"{f' ({why})' if why else ''}: pass geometry=KVGeometry.from_config(...) to the editor or to connect, "
-                "or rerotate=False to leave the old positions in the keys"
+                f"{self.label} moves keys or queries to other positions and the rotary positions are not known"
+                f"{f' ({why})' if why else ''}: pass geometry=KVGeometry.from_config(...) to the editor or to connect"
+                f"{remedy}"
             )
         return rotary
 
@@ -241,7 +245,7 @@ class TokenDropping(Editor):
         """Drop tokens: see the class and `Editor.edit`."""
         x = self._prepared(x)
         total = len(x.tokens)
-        protected = self._protected(total, x.kv.device)
+        protected = self._protected(total)
         budget = self.budget(total, x.chunk_size, int(protected.sum()))
         if budget >= total:
             return Edit(
@@ -252,7 +256,7 @@ class TokenDropping(Editor):
             )
         rotary = self._rotary(x) if self.rerotate else None
         self._check_scope(x)
-        kept = self.select(self.score(x, budget), protected, budget, x)
+        kept = self.select(self.score(x, budget), protected.to(x.kv.device), budget, x)
         kv = gather(x.kv, kept)
         if rotary is not None:
             rope.rerotate_(kv[0], kept, torch.arange(budget, device=kept.device), rotary)
@@ -280,9 +284,9 @@ class TokenDropping(Editor):
         best = scores.sort(dim=-1, descending=True, stable=True).indices[..., :budget]
         return best.sort(dim=-1).values
 
-    def _protected(self, total: int, device: torch.device) -> torch.Tensor:
+    def _protected(self, total: int) -> torch.Tensor:
         """Which positions are kept in any case, bool `[T]`."""
-        mask = torch.zeros(total, dtype=torch.bool, device=device)
+        mask = torch.zeros(total, dtype=torch.bool)
         mask[: self.sinks] = True
         mask[max(total - self.window, 0) :] = True
         for start, stop in self.protect:
@@ -309,15 +313,19 @@ class TokenDropping(Editor):
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """One layer of an `EditInput`, by KV head.
+    """Some KV heads of one layer of an `EditInput`.
 
     Args:
-        keys: `[H, T, head_dim]` with their rotary positions, float32.
-        values: `[H, T, head_dim]`, float32.
+        index: Which layer.
+        heads: Which of its KV heads, `H` of them.
+        keys: `[H, T, head_dim]` with their rotary positions, float32 or of the input's dtype.
+        values: `[H, T, head_dim]`, a view of the input in its dtype.
         queries: `[H, G, T, head_dim]` of the `G` query heads that share a KV head, a view of the input in its dtype;
             None for methods that need none.
     """
 
+    index: int
+    heads: slice
     keys: torch.Tensor
     values: torch.Tensor
     queries: torch.Tensor | None = None
@@ -325,25 +333,26 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerScoring(TokenDropping):
-    """Scores the tokens of each layer and KV head from that layer's KV alone."""
+    """Scores the tokens of each layer and KV head from that head's KV alone."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"heads"})
 
     @abc.abstractmethod
     def score_layer(self, layer: Layer, budget: int) -> torch.Tensor:
-        """Rate the tokens of one layer: float32 `[H, T]`; the higher, the sooner kept."""
+        """Rate the tokens of some KV heads of one layer: float32 `[H, T]`; the higher, the sooner kept."""
 
     def score(self, x: EditInput, budget: int) -> torch.Tensor:
         """Rate each layer; see `TokenDropping.score`."""
         heads = self._require_heads(x).num_kv_heads
         scores = torch.empty(x.kv.shape[1], heads, len(x.tokens), device=x.kv.device)
         for index in range(x.kv.shape[1]):
-            scores[index] = self.score_layer(self._layer(x, index, heads), budget)
+            for some in heads_at_once(x.kv, heads):
+                scores[index, some] = self.score_layer(self._layer(x, index, some, heads), budget)
         return scores
 
-    def _layer(self, x: EditInput, index: int, heads: int) -> Layer:
-        keys, values = (plane.view(len(x.tokens), heads, -1).transpose(0, 1).float() for plane in x.kv[:, index])
-        return Layer(keys, values)
+    def _layer(self, x: EditInput, index: int, some: slice, heads: int) -> Layer:
+        keys, values = (of_heads(plane, heads)[some] for plane in x.kv[:, index])
+        return Layer(index, some, keys, values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -358,8 +367,8 @@ class QueryScoring(LayerScoring):
 
     scale: float | None = None
 
-    def _layer(self, x: EditInput, index: int, heads: int) -> Layer:
-        layer = super()._layer(x, index, heads)
+    def _layer(self, x: EditInput, index: int, some: slice, heads: int) -> Layer:
+        layer = super()._layer(x, index, some, heads)
         total, head_dim = layer.keys.shape[1:]
         queries = x.queries
         assert queries is not None
@@ -374,18 +383,24 @@ class QueryScoring(LayerScoring):
                 "geometry of this model"
             )
         grouped = queries[0, index, :total].view(total, heads, -1, head_dim).permute(1, 2, 0, 3)
-        return replace(layer, queries=grouped)
+        dtype = product_dtype(layer.keys, queries)
+        return replace(layer, keys=layer.keys.to(dtype).contiguous(), queries=grouped[some])
 
     def attention(self, layer: Layer, start: int, stop: int) -> torch.Tensor:
-        """Causal attention of the queries `start .. stop - 1`: float32 `[H, G, stop - start, stop]`, rows sum to 1."""
+        """Causal attention of the queries `start .. stop - 1`: float32 `[H, G, stop - start, stop]`, rows sum to 1.
+
+        Of bfloat16 keys and queries the products are rounded to bfloat16, as in a model's own attention, where the
+        hardware multiplies it faster.
+        """
         assert layer.queries is not None
-        queries = layer.queries[:, :, start:stop].float()
-        scale = self.scale or queries.shape[-1] ** -0.5
+        queries = layer.queries[:, :, start:stop].to(layer.keys.dtype)
         heads, groups, count, head_dim = queries.shape
-        rows = (queries * scale).reshape(heads, groups * count, head_dim)
-        logits = (rows @ layer.keys[:, :stop].transpose(-1, -2)).view(heads, groups, count, stop)
-        future = torch.ones(stop - start, stop, dtype=torch.bool, device=logits.device).triu(start + 1)
-        return logits.masked_fill_(future, -math.inf).softmax(dim=-1)
+        rows = queries.reshape(heads, groups * count, head_dim)
+        logits = (rows @ layer.keys[:, :stop].transpose(-1, -2)).float().view(heads, groups, count, stop)
+        logits.mul_(self.scale or head_dim**-0.5)
+        future = torch.ones(count, count, dtype=torch.bool, device=logits.device).triu(1)
+        logits[..., start:].masked_fill_(future, -math.inf)
+        return logits.softmax(dim=-1)
 
 
 def checked_keep(keep: object) -> float | int:
@@ -408,19 +423,6 @@ def aggregate(scores: torch.Tensor, dim: tuple[int, ...], how: Aggregate) -> tor
     if how == "max":
         return scores.amax(dim)
     return scores.mean(dim) if how == "mean" else scores.sum(dim)
-
-
-def gather(kv: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    """Copy kept tokens out of `[P, L, T, D]`: `kept` is `[n]`, `[L, n]` or `[L, H, n]`, the result `[P, L, n, D]`."""
-    planes, layers, total, width = kv.shape
-    if kept.dim() == 1:
-        return kv.index_select(2, kept)
-    heads = kept.shape[1] if kept.dim() == 3 else 1
-    rows = kv.reshape(-1, width // heads)
-    slots = kept.view(layers, heads, -1).transpose(1, 2)
-    first = torch.arange(planes * layers, device=kv.device).view(planes, layers, 1, 1) * total
-    index = (first + slots) * heads + torch.arange(heads, device=kv.device)
-    return rows.index_select(0, index.flatten()).view(planes, layers, -1, width)
 
 
 def _ids(tokens: tuple[int, ...], kept: torch.Tensor) -> tuple[int, ...]:

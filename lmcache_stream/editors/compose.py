@@ -49,7 +49,8 @@ class Compose(Editor):
         for editor in self.editors:
             assert isinstance(editor, Editor)
             queries = x.queries if len(edit.tokens) == len(x.tokens) else None
-            then = editor.edit(replace(x, kv=edit.kv, tokens=edit.tokens, queries=queries))
+            spent = x.spent or _apart(edit.kv, x.kv)
+            then = editor.edit(replace(x, kv=edit.kv, tokens=edit.tokens, queries=queries, spent=spent))
             asked = edit.asked if then.asked is None else then.asked
             edit = replace(then, kept_positions=_chain(edit.kept_positions, then.kept_positions), asked=asked)
         return edit
@@ -91,6 +92,15 @@ class PerLayer(TokenDropping):
             if mine:
                 scores[mine] = method.score(x, budget).expand(layers, heads, -1)[mine]
         return scores
+
+
+def _apart(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether no byte belongs to the memory of both."""
+    first, second = one.untyped_storage(), other.untyped_storage()
+    return (
+        first.data_ptr() + first.nbytes() <= second.data_ptr()
+        or second.data_ptr() + second.nbytes() <= first.data_ptr()
+    )
 
 
 def _chain(first: torch.Tensor | None, then: torch.Tensor | None) -> torch.Tensor | None:

@@ -9,12 +9,13 @@ from typing import ClassVar
 import torch
 
 from lmcache_stream.editors.base import Layer, QueryScoring, aggregate
+from lmcache_stream.editors.tensors import block
 from lmcache_stream.errors import UsageError
 
 __all__ = ["H2O"]
 
-BLOCK = 1 << 23
-"""Attention weights computed at once."""
+BLOCK = 1 << 20
+"""Attention weights computed at once on a CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,7 @@ class H2O(QueryScoring):
         assert layer.queries is not None
         heads, groups, total, _ = layer.queries.shape
         gathered = torch.zeros(heads, groups, total, device=layer.keys.device)
-        step = max(BLOCK // (heads * groups * total), 1)
+        step = max(block(BLOCK, layer.keys.device) // (heads * groups * total), 1)
         for start in range(0, total, step):
             stop = min(start + step, total)
             gathered[..., :stop] += self.attention(layer, start, stop).sum(dim=-2)

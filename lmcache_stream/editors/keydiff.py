@@ -25,6 +25,7 @@ class KeyDiff(LayerScoring):
 
     def score_layer(self, layer: Layer, budget: int) -> torch.Tensor:
         """The negative cosine between each key and the mean of all normalised keys."""
-        keys = normalize(layer.keys, dim=-1)
-        anchor = normalize(keys.mean(dim=1, keepdim=True), dim=-1)
-        return -(keys @ anchor.transpose(-1, -2)).squeeze(-1)
+        keys = layer.keys.float()
+        norms: torch.Tensor = torch.linalg.vector_norm(keys, dim=-1, keepdim=True).clamp_min(1e-12)
+        anchor = normalize(norms.reciprocal().transpose(-1, -2) @ keys, dim=-1)
+        return -(keys @ anchor.transpose(-1, -2) / norms).squeeze(-1)

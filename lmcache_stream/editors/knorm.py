@@ -24,5 +24,5 @@ class Knorm(LayerScoring):
 
     def score_layer(self, layer: Layer, budget: int) -> torch.Tensor:
         """The negative norm of each key."""
-        norms: torch.Tensor = torch.linalg.vector_norm(layer.keys, dim=-1)
+        norms: torch.Tensor = torch.linalg.vector_norm(layer.keys, dim=-1, dtype=torch.float32)
         return -norms

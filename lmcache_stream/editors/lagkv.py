@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -43,7 +44,7 @@ class LagKV(LayerScoring):
         if partitions < 2:
             scores[:, self.sinks :] = torch.arange(max(total - self.sinks, 0), device=scores.device) / total
             return scores
-        rated = self._spread(layer.keys, partitions) + self._spread(layer.values, partitions)
+        rated = self._spread(layer.keys.float(), partitions) + self._spread(layer.values.float(), partitions)
         ranks = rated.argsort(dim=-1, stable=True).argsort(dim=-1) / self.lag
         scores[:, self.sinks : self.sinks + (partitions - 1) * self.lag] = ranks.flatten(1)
         return scores
@@ -53,5 +54,7 @@ class LagKV(LayerScoring):
         parts = states[:, self.sinks : self.sinks + partitions * self.lag]
         parts = parts.reshape(states.shape[0], partitions, self.lag, -1)
         low, high = parts[:, 1:].amin(dim=2, keepdim=True), parts[:, 1:].amax(dim=2, keepdim=True)
-        scaled = (parts[:, :-1] - low) / (high - low).clamp_min(1e-12)
-        return scaled.std(dim=-1).softmax(dim=-1)
+        scaled = (parts[:, :-1] - low).div_((high - low).clamp_min(1e-12))
+        scaled -= scaled.mean(dim=-1, keepdim=True)
+        spread: torch.Tensor = torch.linalg.vector_norm(scaled, dim=-1)  # the standard deviation, but vectorised
+        return (spread / math.sqrt(scaled.shape[-1] - 1)).softmax(dim=-1)

@@ -11,12 +11,16 @@ from torch.nn.functional import normalize
 
 from lmcache_stream.editors.base import Edit, EditInput, Editor, TokenDropping
 from lmcache_stream.editors.keydiff import KeyDiff
+from lmcache_stream.editors.tensors import block, of_heads
 from lmcache_stream.errors import UsageError
 
 __all__ = ["Merge"]
 
-BLOCK = 1 << 22
-"""Similarities computed at once."""
+BLOCK = 1 << 20
+"""Similarities computed at once on a CPU."""
+
+GROUP = 64
+"""Columns of a group in which a place is looked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,35 +59,43 @@ class Merge(Editor):
             kept = kept.unsqueeze(-2)
         kept = kept.expand(x.kv.shape[1], heads, -1)
         for index in range(x.kv.shape[1]):
-            keys, values = (plane.view(len(x.tokens), heads, -1).transpose(0, 1) for plane in x.kv[:, index])
-            merged = self._merged(keys.float(), values, kept[index])
-            edit.kv[1, index] = merged.transpose(0, 1).flatten(1)
+            keys, values, merged = (of_heads(plane, heads) for plane in (*x.kv[:, index], edit.kv[1, index]))
+            for head in range(heads):
+                merged[head] = self._merged(keys[head].float(), values[head].float(), kept[index, head])
         return edit
 
     def _merged(self, keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-        """Keys and values `[H, T, head_dim]`, kept `[H, n]` -> values `[H, n, head_dim]`, float32."""
+        """Keys and values `[T, head_dim]`, kept `[n]` -> values `[n, head_dim]`, float32."""
         keys = normalize(keys, dim=-1)
-        dropped = _others(kept, keys.shape[1])
-        kept_keys = _take(keys, kept).transpose(-1, -2)
-        total = _take(values, kept).float() * math.e
+        kept_keys = keys[kept].T
         weight = torch.full(kept.shape, math.e, device=keys.device)
-        step = max(BLOCK // kept.numel(), 1)
-        for start in range(0, dropped.shape[1], step):
-            some = dropped[:, start : start + step]
-            cosine, nearest = (_take(keys, some) @ kept_keys).max(dim=-1)
+        total = values[kept] * math.e
+        dropped = _others(kept, len(keys))
+        step = max(block(BLOCK, keys.device) // len(kept), 1)
+        for some in torch.split(dropped, step):
+            cosine, nearest = _nearest(keys[some] @ kept_keys)
             share = torch.where(cosine >= self.threshold, cosine.exp(), 0.0)
-            weight.scatter_add_(1, nearest, share)
-            rows = nearest.unsqueeze(-1).expand(-1, -1, values.shape[-1])
-            total.scatter_add_(1, rows, _take(values, some).float() * share.unsqueeze(-1))
+            weight.index_add_(0, nearest, share)
+            total.index_add_(0, nearest, values[some] * share.unsqueeze(-1))
         return total / weight.unsqueeze(-1)
 
 
-def _take(states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """`[H, T, head_dim]` at `[H, n]` -> `[H, n, head_dim]`."""
-    return states.gather(1, positions.unsqueeze(-1).expand(-1, -1, states.shape[-1]))
+def _nearest(cosine: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest of each row of `[m, n]` and its first place.
+
+    A reduction without places is many times faster on a CPU, so places are looked for in one group of columns only.
+    """
+    if cosine.shape[1] % GROUP:
+        largest, place = cosine.max(dim=-1)
+        return largest, place
+    groups = cosine.view(len(cosine), -1, GROUP)
+    largest, group = groups.amax(dim=-1).max(dim=-1)
+    row = torch.arange(len(cosine), device=cosine.device)
+    return largest, group * GROUP + groups[row, group].argmax(dim=-1)
 
 
 def _others(kept: torch.Tensor, total: int) -> torch.Tensor:
-    """Positions that are not in `kept` `[H, n]`: `[H, T - n]`, ascending."""
-    mask = torch.ones(kept.shape[0], total, dtype=torch.bool, device=kept.device).scatter_(1, kept, False)
-    return mask.nonzero()[:, 1].view(kept.shape[0], -1)
+    """Positions that are not in `kept` `[n]`: `[T - n]`, ascending."""
+    mask = torch.ones(total, dtype=torch.int8, device=kept.device)
+    mask[kept] = 0
+    return mask.sort(descending=True, stable=True).indices[: total - len(kept)]

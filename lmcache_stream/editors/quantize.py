@@ -8,9 +8,13 @@ from typing import ClassVar, Literal
 import torch
 
 from lmcache_stream.editors.base import Edit, EditInput, Editor
+from lmcache_stream.editors.tensors import block, empty_kv
 from lmcache_stream.errors import UsageError
 
 __all__ = ["Quantize"]
+
+BLOCK = 1 << 20
+"""Values rounded at once on a CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,17 +43,21 @@ class Quantize(Editor):
     def edit(self, x: EditInput) -> Edit:
         """Round each plane: see the class and `Editor.edit`."""
         x = self._prepared(x)
-        kv = x.kv.clone(memory_format=torch.contiguous_format)
-        planes = [plane for plane, on in zip(kv, (self.keys, self.values), strict=False) if on]
-        if x.tokens:
-            for layer in (layer for plane in planes for layer in plane):
-                layer.copy_(self._round_trip(layer.float()))
+        kv = x.kv if x.spent and x.kv.is_contiguous() else empty_kv(tuple(x.kv.shape), x.kv)
+        for given, made, rounds in zip(x.kv, kv, (self.keys, self.values), strict=False):
+            if rounds and x.tokens:
+                for layer, into in zip(given, made, strict=True):
+                    self._round_trip(layer, into)
+            elif kv is not x.kv:
+                made.copy_(given)
         return Edit(kv=kv, tokens=x.tokens, kept_positions=torch.arange(len(x.tokens), device=kv.device))
 
-    def _round_trip(self, layer: torch.Tensor) -> torch.Tensor:
-        """float32 `[T, D]`."""
+    def _round_trip(self, layer: torch.Tensor, into: torch.Tensor) -> None:
+        """`[T, D]`, in float32 inside."""
         largest = 127.0 if self.to == "int8" else torch.finfo(torch.float8_e4m3fn).max
-        scale = layer.abs().amax(dim=0).clamp_min(1e-30) / largest
-        scaled = layer / scale
-        rounded = scaled.round() if self.to == "int8" else scaled.to(torch.float8_e4m3fn).float()
-        return rounded * scale
+        scale = layer.abs().amax(dim=0).float().clamp_min(1e-30) / largest
+        tokens = max(block(BLOCK, layer.device) // max(layer.shape[1], 1), 1)
+        for start in range(0, len(layer), tokens):
+            scaled = layer[start : start + tokens].float() / scale
+            rounded = scaled.round_() if self.to == "int8" else scaled.to(torch.float8_e4m3fn).float()
+            into[start : start + tokens] = rounded.mul_(scale)

@@ -37,10 +37,14 @@ class SnapKV(QueryScoring):
 
     def score_layer(self, layer: Layer, budget: int) -> torch.Tensor:
         """Mean attention of the window, pooled, over the query heads of each group; 0 for the window itself."""
-        total = layer.keys.shape[1]
-        attention = self.attention(layer, total - self.window, total)[..., : total - self.window].mean(dim=-2)
+        past = layer.keys.shape[1] - self.window
+        attention = self.attention(layer, past, past + self.window)[..., :past].mean(dim=-2)
+        if self.aggregate != "max":  # averages commute, and one row is pooled faster than a group's
+            attention = aggregate(attention, (1,), self.aggregate)
         pooled = avg_pool1d(attention, self.kernel_size, stride=1, padding=self.kernel_size // 2)
-        return pad(aggregate(pooled, (1,), self.aggregate), (0, self.window))
+        if self.aggregate == "max":
+            pooled = aggregate(pooled, (1,), self.aggregate)
+        return pad(pooled, (0, self.window))
 
 
 def check_window(window: int) -> None:

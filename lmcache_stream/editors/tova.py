@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from lmcache_stream.editors.base import Layer, QueryScoring, aggregate
+from lmcache_stream.editors.base import EditInput, Layer, QueryScoring, aggregate
 
 __all__ = ["TOVA"]
 
@@ -23,8 +23,11 @@ class TOVA(QueryScoring):
 
     window: int = 1
 
+    def score(self, x: EditInput, budget: int) -> torch.Tensor:
+        """Attention of the last query, the same for every head of a layer."""
+        return aggregate(super().score(x, budget), (1,), self.aggregate).unsqueeze(1)
+
     def score_layer(self, layer: Layer, budget: int) -> torch.Tensor:
-        """Attention of the last query, the same for every head of the layer."""
-        heads, total, _ = layer.keys.shape
-        attention = self.attention(layer, total - 1, total)
-        return aggregate(attention, (0, 1, 2), self.aggregate).expand(heads, total)
+        """Attention of the last query, the query heads of each group together."""
+        total = layer.keys.shape[1]
+        return aggregate(self.attention(layer, total - 1, total), (1, 2), self.aggregate)

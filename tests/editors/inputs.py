@@ -7,7 +7,17 @@ from dataclasses import replace
 
 import torch
 
-from lmcache_stream.editors import Compose, Edit, EditInput, Editor, Quantize, TokenDropping, get, names
+from lmcache_stream.editors import (
+    Compose,
+    Edit,
+    EditInput,
+    Editor,
+    Quantize,
+    QueryStatistics,
+    TokenDropping,
+    get,
+    names,
+)
 from lmcache_stream.geometry import KVGeometry
 from lmcache_stream.rotary import Rotary, rerotate
 
@@ -53,12 +63,25 @@ def given(
     )
 
 
+def statistics(seed: int = 0) -> QueryStatistics:
+    """Of made-up queries, not rotated."""
+    generator = torch.Generator().manual_seed(seed)
+    heads = (LAYERS, HEADS * GROUPS, HEAD_DIM)
+    spread = torch.randn(*heads, HEAD_DIM, generator=generator)
+    return QueryStatistics(mean=torch.randn(*heads, generator=generator), covariance=spread @ spread.transpose(-1, -2))
+
+
+STATISTICS = statistics()
+
+
 def all_editors(**params: object) -> list[Editor]:
     """One editor of every registered name, with `params` where it has them."""
     made: list[Editor] = []
     for name in names():
         if name == "compose":
             made.append(Compose(editors=(Quantize(), get("streaming-llm", **params))))
+        elif name == "expected-attention":
+            made.append(get(name, statistics=STATISTICS, **params))
         elif name == "merge":
             made.append(get(name, editor=get("keydiff", **params)))
         elif name == "quantize":

@@ -12,9 +12,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from lmcache_stream.editors import EditInput, StreamingLLM, TokenDropping
-from lmcache_stream.editors.base import gather
 from lmcache_stream.errors import UsageError
-from tests.editors.inputs import CHUNK, HEADS, LAYERS, given, picked
+from tests.editors.inputs import CHUNK, HEADS, LAYERS, given
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,20 +144,6 @@ def test_ids_are_those_that_most_heads_keep() -> None:
     tie[:, 1, 2 * CHUNK :] = 1.0
     edit = Scored(scores=tie, scope="head", keep=CHUNK).edit(given(3 * CHUNK))
     assert edit.tokens == tuple(range(1000 + CHUNK, 1000 + 2 * CHUNK))
-
-
-@pytest.mark.parametrize("shape", [(), (LAYERS,), (LAYERS, HEADS)])
-@pytest.mark.parametrize("contiguous", [True, False])
-def test_gather_equals_picking_one_by_one(shape: tuple[int, ...], contiguous: bool) -> None:
-    kv = torch.randn(2, LAYERS, 40, HEADS * 4)
-    if not contiguous:
-        kv = kv.transpose(0, 1).contiguous().transpose(0, 1)
-    kept = torch.rand(*shape, 40).argsort(-1)[..., :7].sort(-1).values
-    full = kept if kept.dim() == 3 else kept.unsqueeze(-2) if kept.dim() == 2 else kept.view(1, 1, -1)
-    out = gather(kv, kept)
-    assert out.is_contiguous()
-    for plane in range(2):
-        assert torch.equal(out[plane], picked(kv[plane].contiguous(), full.expand(LAYERS, HEADS, -1)))
 
 
 def test_the_editors_own_geometry_serves_where_the_input_has_none() -> None:

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 
-from lmcache_stream.editors import Compose, KeyDiff, MiddleOut, PerLayer, Quantize, Random, SnapKV, StreamingLLM
+from lmcache_stream.editors import (
+    Compose,
+    Edit,
+    EditInput,
+    Editor,
+    KeyDiff,
+    MiddleOut,
+    PerLayer,
+    Quantize,
+    Random,
+    SnapKV,
+    StreamingLLM,
+)
 from lmcache_stream.errors import UsageError
 from tests.editors.inputs import CHUNK, LAYERS, given, kept_by_head, picked, unrotated
 
@@ -38,6 +50,35 @@ def test_equals_one_after_the_other() -> None:
     edit = Compose(editors=(StreamingLLM(keep=4 * CHUNK), MiddleOut(keep=CHUNK))).edit(x)
     assert edit.tokens == expected.tokens
     assert torch.equal(edit.kv, expected.kv)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Last(Editor):
+    """Keeps the last chunk, as a view of the input, in memory that torch takes for another when `foreign`."""
+
+    foreign: bool = False
+
+    def edit(self, x: EditInput) -> Edit:
+        kv = x.kv[:, :, -CHUNK:]
+        if self.foreign:
+            kv = torch.from_numpy(kv.numpy())
+        return Edit(kv=kv, tokens=x.tokens[-CHUNK:], kept_positions=None)
+
+
+@pytest.mark.parametrize("first", [Quantize(), StreamingLLM(), Last(), Last(foreign=True)])
+def test_only_what_is_in_between_is_edited_in_place(first: Editor) -> None:
+    x = given(4 * CHUNK)
+    before = x.kv.clone()
+    Compose(editors=(first, Quantize(to="fp8"))).edit(x)
+    assert torch.equal(x.kv, before)
+
+
+def test_spent_kv_is_edited_in_place() -> None:
+    x = given(4 * CHUNK)
+    kept = Quantize().edit(x)
+    edit = Quantize().edit(replace(x, spent=True))
+    assert edit.kv is x.kv
+    assert torch.equal(edit.kv, kept.kv)
 
 
 def test_names_stand_for_defaults() -> None:

@@ -13,10 +13,11 @@ from lmcache_stream.errors import UsageError
 from tests.editors.inputs import CHUNK, HEADS, LAYERS, by_head, given, kept_by_head
 
 
-@pytest.mark.parametrize("block", [merge.BLOCK, 200])
+@pytest.mark.parametrize(("block", "group"), [(merge.BLOCK, 64), (200, 8)])
 @pytest.mark.parametrize("scope", ["shared", "head"])
-def test_values_are_weighted_means(monkeypatch: pytest.MonkeyPatch, block: int, scope: Any) -> None:
+def test_values_are_weighted_means(monkeypatch: pytest.MonkeyPatch, block: int, group: int, scope: Any) -> None:
     monkeypatch.setattr(merge, "BLOCK", block)
+    monkeypatch.setattr(merge, "GROUP", group)
     x = given(4 * CHUNK)
     inner, threshold = KeyDiff(scope=scope), 0.4
     edit, dropped_only = Merge(editor=inner, threshold=threshold).edit(x), inner.edit(x)

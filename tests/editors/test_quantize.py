@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from lmcache_stream.editors import Quantize
+from lmcache_stream.editors import Quantize, quantize
 from lmcache_stream.errors import UsageError
 from tests.editors.inputs import CHUNK, HEAD_DIM, HEADS, LAYERS, given
 
 
-def test_int8_rounds_to_127_steps_of_each_channel() -> None:
+@pytest.mark.parametrize("block", [quantize.BLOCK, 5 * HEADS * HEAD_DIM])
+def test_int8_rounds_to_127_steps_of_each_channel(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    monkeypatch.setattr(quantize, "BLOCK", block)
     x = given(3 * CHUNK)
     edit = Quantize().edit(x)
     for plane in range(2):

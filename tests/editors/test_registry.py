@@ -24,8 +24,8 @@ class Theirs(Editor):
 
 def test_every_method_has_a_name() -> None:
     assert editors.names() == [
-        *("compose", "h2o", "keydiff", "knorm", "lagkv", "merge", "middle-out", "per-layer", "quantize", "random"),
-        *("rkv", "snapkv", "streaming-llm", "tova"),
+        *("compose", "expected-attention", "h2o", "keydiff", "knorm", "lagkv", "merge", "middle-out", "per-layer"),
+        *("quantize", "random", "rkv", "snapkv", "streaming-llm", "tova"),
     ]
 
 

@@ -12,10 +12,13 @@ from lmcache_stream.errors import UsageError
 from tests.editors.inputs import CHUNK, GROUPS, assert_scores, attention_of, by_head, each_head, given
 
 
-@pytest.mark.parametrize("block", [rkv.BLOCK, 300])
+@pytest.mark.parametrize(("block", "first"), [(rkv.BLOCK, rkv.FIRST), (300, 2)])
 @pytest.mark.parametrize("retain", [0, 1, 3])
-def test_scores_weigh_importance_against_redundancy(monkeypatch: pytest.MonkeyPatch, block: int, retain: int) -> None:
+def test_scores_weigh_importance_against_redundancy(
+    monkeypatch: pytest.MonkeyPatch, block: int, first: int, retain: int
+) -> None:
     monkeypatch.setattr(rkv, "BLOCK", block)
+    monkeypatch.setattr(rkv, "FIRST", first)
     x = given(3 * CHUNK)
     total, window, kernel, mix, threshold = len(x.tokens), 8, 7, 0.3, 0.5
     keys = by_head(x, 0)

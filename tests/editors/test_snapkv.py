@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from lmcache_stream.editors import SnapKV
+from lmcache_stream.editors import SnapKV, tensors
 from lmcache_stream.errors import UsageError
 from tests.editors.inputs import CHUNK, GROUPS, assert_scores, attention_of, each_head, given
 
@@ -30,6 +31,20 @@ def test_scores_are_pooled_attention_of_the_window(aggregate: Any) -> None:
         return {"mean": groups.mean(0), "max": groups.max(0).values, "sum": groups.sum(0)}[aggregate]
 
     assert_scores(SnapKV(window=window, kernel_size=kernel, aggregate=aggregate), x, each_head(score))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("hardware", [True, False])
+def test_low_precision_products_cost_little(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, hardware: bool
+) -> None:
+    monkeypatch.setattr(tensors, "_cpu_multiplies_bfloat16", lambda: hardware)
+    x = given(8 * CHUNK, dtype=dtype)
+    exact = replace(x, kv=x.kv.double(), queries=None if x.queries is None else x.queries.double())
+    scores, expected = SnapKV(window=8).score(x, 32), SnapKV(window=8).score(exact, 32)
+    rounded = hardware and dtype == torch.bfloat16
+    torch.testing.assert_close(scores, expected, rtol=5e-3 if rounded else 1e-5, atol=1e-7)
+    assert torch.allclose(scores, expected, rtol=1e-5, atol=1e-7) is not rounded
 
 
 def test_what_the_window_looks_at_is_kept() -> None:
