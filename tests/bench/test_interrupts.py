@@ -6,10 +6,19 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 
 import pytest
 
 from lmcache_stream.bench.interrupts import ENDING, INTERRUPTED, run_until_interrupt
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c_is_not_ignored() -> Iterator[None]:
+    """As on a terminal; a job in the background of a shell is started without it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def press() -> None:
@@ -61,6 +70,7 @@ def test_the_third_leaves_on_the_spot() -> None:
     program = """
 import asyncio, os, signal
 from lmcache_stream.bench.interrupts import run_until_interrupt
+signal.signal(signal.SIGINT, signal.default_int_handler)
 async def work():
     try:
         os.kill(os.getpid(), signal.SIGINT)

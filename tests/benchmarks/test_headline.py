@@ -123,6 +123,7 @@ async def test_both_arms_decode_from_the_cache(
             prompts,
             StreamingLLM(keep=0.5),
             8,
+            2,
             salt="one",
             order=("edited", "baseline"),
             log=Path(os.devnull),
