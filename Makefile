@@ -24,7 +24,7 @@ SMOLLM2 = $$($(BIN)/python -c 'from lmcache_stream.engine import ensure_smollm2;
 # Threads that wait for work should not take the core from others on a busy machine.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: run test check bench profile quality kvpress real test-real test-real-all clean
+.PHONY: run test check bench profile quality kvpress headline real test-real test-real-all clean
 
 run: $(STAMP)
 	$(BIN)/lmcache-stream demo
@@ -58,6 +58,10 @@ quality: $(STAMP)
 kvpress: $(KVPRESS_STAMP)
 	OMP_NUM_THREADS=1 $(KVPRESS_BIN)/python benchmarks/bench_quality_vs_kvpress.py \
 	  --json benchmarks/quality_vs_kvpress.json $(KVPRESS_ARGS)
+
+# What dropping half of the tokens gains where KV memory is the bottleneck; a quarter of an hour, alone on the machine.
+headline: $(STAMP) $(REAL_STAMP)
+	$(REAL) $(BIN)/python benchmarks/headline.py --json benchmarks/headline.json
 
 # The same job against a real vLLM and a real LMCache server, on the CPU.
 real: $(STAMP) $(REAL_STAMP)
@@ -102,6 +106,6 @@ $(REAL_STAMP): | $(STAMP)
 	$(REAL_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	$(REAL_BIN)/python -m pip install --quiet --no-deps "lmcache==0.5.6"
 	$(REAL_BIN)/python -m pip install --quiet aiofile aiofiles nvtx redis sortedcontainers grpcio \
-	  opentelemetry-exporter-prometheus gguf accelerate
+	  opentelemetry-exporter-prometheus gguf accelerate pandas
 	$(REAL_BIN)/python -c 'import lmcache, vllm'
 	@touch $@

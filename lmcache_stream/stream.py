@@ -378,7 +378,8 @@ class AsyncLMCacheStream(StreamFace):
         decode_saved: bool,
     ) -> ModifyReceipt:
         seconds: dict[str, float] = {}
-        kv = await self._retrieve(timeout, poll_interval, allow_partial, decode_saved, seconds)
+        needs_queries = fn if isinstance(fn, Editor) and "queries" in fn.needs else None
+        kv = await self._retrieve(timeout, poll_interval, allow_partial, decode_saved, seconds, needs_queries)
         shape, dtype, nbytes = kv.shape, kv.dtype, kv.nbytes
         covered = shape[2]
         prefix, tail = self._state.tokens[:covered], self._state.tokens[covered:]
@@ -517,6 +518,7 @@ class AsyncLMCacheStream(StreamFace):
         allow_partial: bool,
         decode_saved: bool,
         seconds: dict[str, float],
+        needs_queries: Editor | None = None,
     ) -> torch.Tensor:
         state = self._state
         chunk_size = self._ctx.chunk_size
@@ -540,6 +542,10 @@ class AsyncLMCacheStream(StreamFace):
                     )
                 seen = covered
                 if covered >= wanted or allow_partial:
+                    if needs_queries is not None and not await self._ctx.lookup(
+                        state.tokens[:wanted], state.salt, kind=CacheKind.QUERY
+                    ):
+                        raise needs_queries.without_queries()
                     with _timed(seconds, "retrieve"):
                         kv = await self._ctx.retrieve(state.tokens, state.salt)
                     seen = kv.shape[2] if kv is not None else 0

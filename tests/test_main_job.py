@@ -13,9 +13,9 @@ import torch
 
 from lmcache_stream.batch import AsyncBatchedStream, LMCacheBatchedStream
 from lmcache_stream.completions import CompletionsClient
-from lmcache_stream.editors import EditInput, Editor, KeyDiff, Random, StreamingLLM
+from lmcache_stream.editors import EditInput, Editor, KeyDiff, Random, SnapKV, StreamingLLM
 from lmcache_stream.engine import EmbeddedEngine
-from lmcache_stream.errors import EditNotUsed
+from lmcache_stream.errors import EditNotUsed, UsageError
 from lmcache_stream.kvcache import AsyncKVCacheContext, aconnect, connect
 from lmcache_stream.stream import AsyncLMCacheStream, LMCacheStream, create_request
 
@@ -236,6 +236,20 @@ async def test_a_cancelled_decode_frees_the_engine_and_the_stream_goes_on(stack:
     await stream.generate({**DECODE, "max_tokens": 4})
     assert stream.output_tokens()[: len(so_far)] == so_far
     assert stream.output_tokens() == greedy(stack.engine.model, None, prompt, len(so_far) + 4)
+
+
+async def test_an_editor_without_the_queries_it_needs_is_refused_before_anything_is_fetched(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched: list[Any] = []
+    stream = await stack.prefilled(prompts(1)[0])
+    before = stream.tokens, stream.cache_salt
+    with monkeypatch.context() as patch:
+        patch.setattr(stack.ctx, "retrieve", lambda *asked, **_: fetched.append(asked))
+        with pytest.raises(UsageError, match=r"snapkv .* queries .* take an editor that needs none"):
+            await stream.modify_kv(SnapKV(keep=0.5))
+    assert not fetched
+    assert (stream.tokens, stream.cache_salt) == before
 
 
 def test_the_sync_face_on_the_embedded_engine(tiny_model_path: Path) -> None:

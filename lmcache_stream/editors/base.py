@@ -151,12 +151,16 @@ class Editor(abc.ABC):
         if "rotary" in self.needs:
             self._rotary(x)
         if "queries" in self.needs and x.queries is None:
-            raise UsageError(
-                f"{self.label} scores tokens by the queries of the prompt, and the cache holds none: serve with "
-                "queries offloaded (EmbeddedEngine(queries=True)), or take an editor that needs none, such as "
-                "streaming-llm or keydiff"
-            )
+            raise self.without_queries()
         return x
+
+    def without_queries(self) -> UsageError:
+        """What to raise where the cache has no queries and this editor needs them."""
+        return UsageError(
+            f"{self.label} scores tokens by the queries of the prompt, and the cache holds none: serve with queries "
+            "offloaded (EmbeddedEngine(queries=True)), or take an editor that needs none, such as streaming-llm or "
+            "keydiff"
+        )
 
     def _require_heads(self, x: EditInput) -> KVGeometry:
         if x.geometry is None:
@@ -396,7 +400,12 @@ class QueryScoring(LayerScoring):
         queries = layer.queries[:, :, start:stop].to(layer.keys.dtype)
         heads, groups, count, head_dim = queries.shape
         rows = queries.reshape(heads, groups * count, head_dim)
-        logits = (rows @ layer.keys[:, :stop].transpose(-1, -2)).float().view(heads, groups, count, stop)
+        keys = layer.keys[:, :stop]
+        if keys.is_contiguous():
+            products = rows @ keys.transpose(-1, -2)
+        else:  # torch takes a slow path for batches of bfloat16 matrices with gaps between them
+            products = torch.stack([row @ key.T for row, key in zip(rows, keys, strict=True)])
+        logits = products.float().view(heads, groups, count, stop)
         logits.mul_(self.scale or head_dim**-0.5)
         future = torch.ones(count, count, dtype=torch.bool, device=logits.device).triu(1)
         logits[..., start:].masked_fill_(future, -math.inf)

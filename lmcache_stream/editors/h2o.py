@@ -14,7 +14,7 @@ from lmcache_stream.errors import UsageError
 
 __all__ = ["H2O"]
 
-BLOCK = 1 << 20
+BLOCK = 1 << 21
 """Attention weights computed at once on a CPU."""
 
 

@@ -523,7 +523,8 @@ class MPKVCacheContext(AsyncKVCacheContext):
                 await self._registry.again(served, seen, timeout=max(errand.remaining, CONNECT_TIMEOUT))
                 again = True
         else:
-            self._check_served(name, await self._status())
+            # An engine that offloads no queries is a miss, no error.
+            self._check_served(name.removesuffix(QUERY_SUFFIX), await self._status())
         if trust:
             self._seen_served[name] = now
         return again

@@ -206,6 +206,13 @@ async def test_queries_have_a_name_of_their_own(server: FakeCacheServer, ctx: MP
         await ctx.put(queries.bfloat16(), TOKENS[: 2 * C], kind=CacheKind.QUERY)
 
 
+async def test_an_engine_that_offloads_no_queries_has_none(shm_server: FakeCacheServer) -> None:
+    async with opened(shm_server) as context:
+        assert await context.lookup(TOKENS, kind=CacheKind.QUERY) == 0
+        assert await context.retrieve(TOKENS, kind=CacheKind.QUERY) is None
+    assert shm_server.held == {}
+
+
 async def test_wait_for_comes_back_when_a_store_has_come(ctx: MPKVCacheContext) -> None:
     waiting = asyncio.create_task(ctx.wait_for(TOKENS, timeout=10, poll_interval=0.01))
     await ctx.put(made_kv(2 * C), TOKENS[: 2 * C])
