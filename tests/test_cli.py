@@ -144,7 +144,7 @@ except SystemExit:
         )
         assert process.stderr is not None
         for line in process.stderr:
-            if line.startswith("Asking "):
+            if line.startswith("Prompts to "):
                 break
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=60)

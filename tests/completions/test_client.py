@@ -749,4 +749,4 @@ async def test_answer_that_is_none(
 ) -> None:
     engine.script(*[reply] * 3, path="/v1/models")
     with pytest.raises(kind, match=words):
-        await client.models(timeout=0.3)
+        await client.models(timeout=0.3 if reply.header_delay else 30)
