@@ -247,20 +247,97 @@ def rerotate_(
     layers = [rotary] * keys.shape[0] if rotary is None or isinstance(rotary, Rotary) else list(rotary)
     if len(layers) != keys.shape[0]:
         raise UsageError(f"rotary names {len(layers)} layers, keys have {keys.shape[0]}: give one for each layer")
-    if keys.numel() == 0:
-        return keys
-    for begin, end, one in _runs(layers):
-        if one is None:
-            continue
-        part = _by_head(keys[begin:end], one)
-        old = _positions("old_positions", old_positions, keys, part, begin, end)
-        new = _positions("new_positions", new_positions, keys, part, begin, end)
-        _check_limit(one, old, new)
-        if old.dim() == new.dim() == 1:
-            _rerotate_shared(part, old, new, one)
-        else:
-            _rerotate_each(part, _per_token_head(old), _per_token_head(new), one)
+    if keys.numel():
+        Rerotation(old_positions, new_positions, layers).turn_(keys)
     return keys
+
+
+class Rerotation:
+    """The move of `rerotate_`, for the keys of some layers at a time: their angles are computed once.
+
+    Args:
+        old_positions: Positions that the keys carry, int64 `[T]`, `[L, T]` or `[L, H, T]`.
+        new_positions: Positions to carry, in one of the same shapes.
+        layers: The rotation of each of the `L` layers; None: it has no rotary positions.
+    """
+
+    def __init__(
+        self, old_positions: torch.Tensor, new_positions: torch.Tensor, layers: Sequence[Rotary | None]
+    ) -> None:
+        self._old, self._new = old_positions, new_positions
+        self._layers = list(layers)
+        self._shared: dict[Rotary, tuple[int, torch.Tensor, torch.Tensor]] = {}
+        self._tables: dict[Rotary, tuple[torch.Tensor, torch.Tensor] | None] = {}
+        self._scratch = torch.empty(2, 0)
+
+    def turn_(self, keys: torch.Tensor, first: int = 0) -> None:
+        """Move keys `[L', T, H * head_dim]` or `[L', T, H, head_dim]` of the layers from `first` on, in place.
+
+        Raises:
+            UsageError: Shapes do not fit each other, or a position lies beyond what the rotation covers.
+        """
+        for begin, end, rotary in _runs(self._layers[first : first + keys.shape[0]]):
+            if rotary is None:
+                continue
+            part = _by_head(keys[begin:end], rotary)
+            old, new = (
+                self._of_layers(name, positions, part, first + begin, first + end)
+                for name, positions in (("old_positions", self._old), ("new_positions", self._new))
+            )
+            _check_limit(rotary, old, new)
+            if old.dim() == new.dim() == 1:
+                self._turn_shared(part, old, new, rotary)
+            else:
+                self._turn_each(part, _per_token_head(old), _per_token_head(new), rotary)
+
+    def _of_layers(self, name: str, positions: torch.Tensor, part: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+        layers, tokens, heads = len(self._layers), part.shape[1], part.shape[2]
+        if tuple(positions.shape) not in ((tokens,), (layers, tokens), (layers, heads, tokens)):
+            raise UsageError(
+                f"{name} must be [{tokens}], [{layers}, {tokens}] or [{layers}, {heads}, {tokens}], not "
+                f"{list(positions.shape)}"
+            )
+        positions = positions.to(part.device)
+        return positions if positions.dim() == 1 else positions[begin:end]
+
+    def _turn_shared(self, keys: torch.Tensor, old: torch.Tensor, new: torch.Tensor, rotary: Rotary) -> None:
+        if rotary not in self._shared:
+            inv_freq = _inv_freq(rotary, keys.device)
+            turn = _angles(new, inv_freq) - _angles(old, inv_freq)
+            cos, sin = (part.to(_work_dtype(keys))[None, :, None, :] for part in (turn.cos(), turn.sin()))
+            self._shared[rotary] = _first_moved(old, new), cos, sin
+        first, cos, sin = self._shared[rotary]
+        layer_step, token_step = _tiles(keys)
+        for layer in range(0, keys.shape[0], layer_step):
+            for t in range(first, keys.shape[1], token_step):
+                some = slice(t, t + token_step)
+                self._turn(keys[layer : layer + layer_step, some], cos[:, some], sin[:, some], rotary)
+
+    def _turn_each(self, keys: torch.Tensor, old: torch.Tensor, new: torch.Tensor, rotary: Rotary) -> None:
+        low = int(min(self._old.min(), self._new.min()))
+        if rotary not in self._tables:
+            span = int(max(self._old.max(), self._new.max())) + 1 - low
+            pays = span * rotary.width <= keys.numel() // keys.shape[0] * len(self._layers) // 16
+            self._tables[rotary] = _table(rotary, low, span, keys) if pays else None
+        table, dtype = self._tables[rotary], _work_dtype(keys)
+        layer_step, token_step = _tiles(keys)
+        for layer in range(0, keys.shape[0], layer_step):
+            for t in range(0, keys.shape[1], token_step):
+                before, after = (_tile(p, layer, layer_step, t, token_step) for p in (old, new))
+                if table is None:
+                    inv_freq = _inv_freq(rotary, keys.device)
+                    turn = _angles(after, inv_freq) - _angles(before, inv_freq)
+                    cos, sin = turn.cos().to(dtype), turn.sin().to(dtype)
+                else:
+                    cos, sin = _turn_by_table(table, before - low, after - low)
+                self._turn(keys[layer : layer + layer_step, t : t + token_step], cos, sin, rotary)
+
+    def _turn(self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotary: Rotary) -> None:
+        """Rotate `[L, T, H, head_dim]`, in memory that is used again: faulting it in anew would take longer."""
+        count = keys[..., : rotary.width].numel()
+        if self._scratch.shape[1] < count or self._scratch.dtype != cos.dtype or self._scratch.device != cos.device:
+            self._scratch = torch.empty(2, count, dtype=cos.dtype, device=cos.device)
+        _turn(keys, cos, sin, rotary, self._scratch[:, :count])
 
 
 def mean_rotation(rotary: Rotary, start: int, count: int, device: torch.device) -> torch.Tensor:
@@ -276,7 +353,8 @@ def mean_rotation(rotary: Rotary, start: int, count: int, device: torch.device) 
     _check_limit(rotary, positions, positions)
     angles = _angles(positions, _inv_freq(rotary, device))
     columns = torch.eye(rotary.head_dim, dtype=torch.float64, device=device)
-    _turn(columns[None, None], angles.cos().mean(0), angles.sin().mean(0), rotary)
+    scratch = torch.empty(2, columns.shape[0] * rotary.width, dtype=columns.dtype, device=device)
+    _turn(columns[None, None], angles.cos().mean(0), angles.sin().mean(0), rotary, scratch)
     return columns.T
 
 
@@ -534,19 +612,6 @@ def _by_head(keys: torch.Tensor, rotary: Rotary) -> torch.Tensor:
     return keys
 
 
-def _positions(
-    name: str, positions: torch.Tensor, keys: torch.Tensor, part: torch.Tensor, begin: int, end: int
-) -> torch.Tensor:
-    layers, tokens, heads = keys.shape[0], part.shape[1], part.shape[2]
-    if tuple(positions.shape) not in ((tokens,), (layers, tokens), (layers, heads, tokens)):
-        raise UsageError(
-            f"{name} must be [{tokens}], [{layers}, {tokens}] or [{layers}, {heads}, {tokens}], not "
-            f"{list(positions.shape)}"
-        )
-    positions = positions.to(part.device)
-    return positions if positions.dim() == 1 else positions[begin:end]
-
-
 def _check_limit(rotary: Rotary, old: torch.Tensor, new: torch.Tensor) -> None:
     if rotary.limit is not None and max(int(old.max()), int(new.max())) >= rotary.limit:
         raise UsageError(f"the rotation is known up to position {rotary.limit - 1} only; these keys lie beyond")
@@ -580,39 +645,12 @@ def _tiles(keys: torch.Tensor) -> tuple[int, int]:
     return max(target // (width * tokens), 1), tokens
 
 
-def _rerotate_shared(keys: torch.Tensor, old: torch.Tensor, new: torch.Tensor, rotary: Rotary) -> None:
-    inv_freq = _inv_freq(rotary, keys.device)
-    layer_step, token_step = _tiles(keys)
-    for t in range(0, keys.shape[1], token_step):
-        before, after = old[t : t + token_step], new[t : t + token_step]
-        if keys.device.type == "cpu" and torch.equal(before, after):
-            continue
-        turn = _angles(after, inv_freq) - _angles(before, inv_freq)
-        cos, sin = (f(turn).to(_work_dtype(keys))[None, :, None, :] for f in (torch.cos, torch.sin))
-        for layer in range(0, keys.shape[0], layer_step):
-            _turn(keys[layer : layer + layer_step, t : t + token_step], cos, sin, rotary)
-
-
-def _rerotate_each(keys: torch.Tensor, old: torch.Tensor, new: torch.Tensor, rotary: Rotary) -> None:
-    dtype = _work_dtype(keys)
-    inv_freq = _inv_freq(rotary, keys.device)
-    low = int(torch.minimum(old.min(), new.min()))
-    span = int(torch.maximum(old.max(), new.max())) + 1 - low
-    table: tuple[torch.Tensor, torch.Tensor] | None = None
-    if span * rotary.width <= keys.numel() // 16:
-        angles = _angles(torch.arange(low, low + span, device=keys.device), inv_freq)
-        table = angles.cos().to(dtype), angles.sin().to(dtype)
-        old, new = old - low, new - low
-    layer_step, token_step = _tiles(keys)
-    for layer in range(0, keys.shape[0], layer_step):
-        for t in range(0, keys.shape[1], token_step):
-            before, after = (_tile(p, layer, layer_step, t, token_step) for p in (old, new))
-            if table is None:
-                turn = _angles(after, inv_freq) - _angles(before, inv_freq)
-                cos, sin = turn.cos().to(dtype), turn.sin().to(dtype)
-            else:
-                cos, sin = _turn_by_table(table, before, after)
-            _turn(keys[layer : layer + layer_step, t : t + token_step], cos, sin, rotary)
+def _first_moved(old: torch.Tensor, new: torch.Tensor) -> int:
+    """The first token whose position changes; 0 on a GPU, where asking takes longer than turning."""
+    if old.device.type != "cpu":
+        return 0
+    moved = (old != new).nonzero()
+    return int(moved[0]) if len(moved) else len(old)
 
 
 def _tile(positions: torch.Tensor, layer: int, layer_step: int, t: int, token_step: int) -> torch.Tensor:
@@ -621,20 +659,27 @@ def _tile(positions: torch.Tensor, layer: int, layer_step: int, t: int, token_st
     return positions[:, t : t + token_step]
 
 
+def _table(rotary: Rotary, low: int, span: int, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine of the angles of the positions `low .. low + span - 1`."""
+    angles = _angles(torch.arange(low, low + span, device=keys.device), _inv_freq(rotary, keys.device))
+    return angles.cos().to(_work_dtype(keys)), angles.sin().to(_work_dtype(keys))
+
+
 def _turn_by_table(
     table: tuple[torch.Tensor, torch.Tensor], before: torch.Tensor, after: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosine and sine of the difference of two angles, from tables of both."""
-    cos, sin = table
-    cos_before, sin_before, cos_after, sin_after = cos[before], sin[before], cos[after], sin[after]
+    cos_before, sin_before, cos_after, sin_after = (
+        part.index_select(0, at.flatten()).view(*at.shape, -1) for at in (before, after) for part in table
+    )
     return cos_after * cos_before + sin_after * sin_before, sin_after * cos_before - cos_after * sin_before
 
 
-def _turn(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotary: Rotary) -> None:
-    """Rotate `[L, T, H, head_dim]` in place by angles `[L | 1, T, H | 1, pairs]`."""
+def _turn(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotary: Rotary, scratch: torch.Tensor) -> None:
+    """Rotate `[L, T, H, head_dim]` in place by angles `[L | 1, T, H | 1, pairs]`; `scratch` takes them twice."""
     rotated = keys[..., rotary.offset : rotary.offset + rotary.width]
-    before = rotated.to(cos.dtype)
-    after = torch.empty_like(before)
+    before, after = (part.view(rotated.shape) for part in scratch)
+    before.copy_(rotated)
     first, second = _pairs(before, rotary)
     turned_first, turned_second = _pairs(after, rotary)
     torch.mul(first, cos, out=turned_first).addcmul_(second, sin, value=-1)

@@ -572,6 +572,7 @@ class AsyncLMCacheStream(StreamFace):
                 geometry=self._ctx.geometry,
                 chunk_size=self._ctx.chunk_size,
                 queries=queries,
+                spent=True,
             )
             edit: object = await in_own_thread(fn.edit, given)
             if not isinstance(edit, Edit):

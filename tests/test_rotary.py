@@ -18,6 +18,7 @@ from lmcache_stream.rotary import (
     DEFAULT_THETA,
     INTERLEAVED,
     NO_ROTARY,
+    Rerotation,
     Rotary,
     mean_rotation,
     rerotate,
@@ -339,6 +340,19 @@ class TestRerotate:
             torch.testing.assert_close(moved[layer : layer + 1], rerotate(keys[layer : layer + 1], old, new, rotary))
         by_layer = rerotate(keys, old.expand(4, 5), new, (near, None, far, far))
         torch.testing.assert_close(by_layer, moved, atol=1e-6, rtol=1e-6)
+
+    @pytest.mark.parametrize("shape", [(300,), (4, 300), (4, 2, 300)])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_layer_by_layer_is_the_same(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        generator = torch.Generator().manual_seed(0)
+        old = torch.randint(0, 1000, shape, generator=generator)
+        keys = torch.randn(4, 300, 2, 64, generator=generator).to(dtype)
+        layers = (plain_rotary(64), None, plain_rotary(64, 100.0), plain_rotary(64))
+        moved = rerotate(keys, old, torch.arange(300), layers)
+        move = Rerotation(old, torch.arange(300), layers)
+        for layer in (2, 0, 3, 1):
+            move.turn_(keys[layer][None], layer)
+        assert torch.equal(keys, moved)
 
     def test_same_positions_change_nothing(self) -> None:
         keys = torch.randn(2, 6, 16).bfloat16()

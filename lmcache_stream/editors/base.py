@@ -45,7 +45,8 @@ class EditInput:
         queries: `[1, L, Tq, Dq]`: queries of the first `Tq` of the `T` tokens, rotated as the engine's attention sees
             them; `Dq` is query heads times head size; None if there are none.
         generator: Source of randomness for editors that need one; None: they use their seed.
-        spent: Whether nobody looks at `kv` afterwards, so that an editor that keeps every token may edit it in place.
+        spent: Whether nobody looks at `kv` afterwards, so that an editor may write its result into that memory. What it
+            returns then is a view of `kv`, not `kv` itself.
 
     Raises:
         UsageError: Shapes contradict each other.
@@ -261,9 +262,9 @@ class TokenDropping(Editor):
         rotary = self._rotary(x) if self.rerotate else None
         self._check_scope(x)
         kept = self.select(self.score(x, budget), protected.to(x.kv.device), budget, x)
-        kv = gather(x.kv, kept)
-        if rotary is not None:
-            rope.rerotate_(kv[0], kept, torch.arange(budget, device=kept.device), rotary)
+        move = rope.Rerotation(kept, torch.arange(budget, device=kept.device), rotary) if rotary is not None else None
+        turn = (lambda layer, keys: move.turn_(keys[None], layer)) if move is not None else None
+        kv = gather(x.kv, kept, spent=x.spent, then=turn)
         return Edit(kv=kv, tokens=_ids(x.tokens, kept), kept_positions=kept, asked=self.keep)
 
     def budget(self, total: int, chunk_size: int, protected: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -51,7 +51,7 @@ class Merge(Editor):
         """Drop and merge: see the class and `Editor.edit`."""
         x = self._prepared(x)
         heads = self._require_heads(x).num_kv_heads
-        edit = self.editor.edit(x)
+        edit = self.editor.edit(replace(x, spent=False))  # dropped tokens are looked at afterwards
         kept = edit.kept_positions
         if kept is None or len(edit.tokens) == len(x.tokens):
             return edit

@@ -43,12 +43,13 @@ class Quantize(Editor):
     def edit(self, x: EditInput) -> Edit:
         """Round each plane: see the class and `Editor.edit`."""
         x = self._prepared(x)
-        kv = x.kv if x.spent and x.kv.is_contiguous() else empty_kv(tuple(x.kv.shape), x.kv)
+        in_place = x.spent and x.kv.is_contiguous()
+        kv = x.kv.view_as(x.kv) if in_place else empty_kv(tuple(x.kv.shape), x.kv)
         for given, made, rounds in zip(x.kv, kv, (self.keys, self.values), strict=False):
             if rounds and x.tokens:
                 for layer, into in zip(given, made, strict=True):
                     self._round_trip(layer, into)
-            elif kv is not x.kv:
+            elif not in_place:
                 made.copy_(given)
         return Edit(kv=kv, tokens=x.tokens, kept_positions=torch.arange(len(x.tokens), device=kv.device))
 

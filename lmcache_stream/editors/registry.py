@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar
 from lmcache_stream.editors.base import Editor
 from lmcache_stream.errors import UsageError
 
-__all__ = ["ENTRY_POINTS", "get", "names", "register"]
+__all__ = ["ENTRY_POINTS", "find", "get", "names", "register"]
 
 ENTRY_POINTS: Final = "lmcache_stream.editors"
 """Group of entry points under which other packages offer editors: name = "package.module:Class"."""
@@ -45,7 +45,7 @@ def get(name: str, **params: Any) -> Editor:
     Raises:
         UsageError: No such editor or parameter; the message lists the choices.
     """
-    editor = _find(name.replace("_", "-"))
+    editor = find(name.replace("_", "-"))
     known = [field.name for field in dataclasses.fields(editor) if field.init]
     unknown = sorted(set(params) - set(known))
     if unknown:
@@ -56,7 +56,12 @@ def get(name: str, **params: Any) -> Editor:
         raise UsageError(f"{editor.name}: {error}") from error
 
 
-def _find(name: str) -> type[Editor]:
+def find(name: str) -> type[Editor]:
+    """The class of the editor called `name`.
+
+    Raises:
+        UsageError: No such editor; the message lists the choices. Or what an entry point names is none.
+    """
     if name in _EDITORS:
         return _EDITORS[name]
     for point in entry_points(group=ENTRY_POINTS):

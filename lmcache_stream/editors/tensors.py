@@ -42,19 +42,44 @@ def _cpu_multiplies_bfloat16() -> bool:
     return supported is not None and supported()
 
 
-def gather(kv: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    """Copy kept tokens out of `[P, L, T, D]`: `kept` is `[n]`, `[L, n]` or `[L, H, n]`, the result `[P, L, n, D]`."""
-    planes, layers, _, width = kv.shape
+def gather(
+    kv: torch.Tensor,
+    kept: torch.Tensor,
+    *,
+    spent: bool = False,
+    then: Callable[[int, torch.Tensor], None] | None = None,
+) -> torch.Tensor:
+    """Copy kept tokens out of `[P, L, T, D]`: `kept` is `[n]`, `[L, n]` or `[L, H, n]`, the result `[P, L, n, D]`.
+
+    Args:
+        kv: The KV.
+        kept: Positions, ascending.
+        spent: Whether the result may take the place of `kv` in its memory: new memory takes long to fault in.
+        then: Called with each layer's index and its copied keys `[n, D]`, while they are in a CPU's cache.
+    """
+    planes, layers, total, width = kv.shape
+    count = kept.shape[-1]
     heads = kept.shape[1] if kept.dim() == 3 else 1
-    out = empty_kv((planes, layers, kept.shape[-1], width), kv)
+    in_place = spent and kv.is_contiguous()
+    if in_place:
+        out = kv.view(-1)[: planes * layers * count * width].view(planes, layers, count, width)
+    else:
+        out = empty_kv((planes, layers, count, width), kv)
     index = kept
-    for layer in range(layers):
-        if kept.dim() > 1:
-            slots = kept[layer].view(heads, -1)
-            index = (slots.t() * heads + torch.arange(heads, device=kv.device)).flatten()
-        for plane in range(planes):
+    for plane in range(planes):
+        for layer in range(layers):
+            if kept.dim() > 1:
+                slots = kept[layer].view(heads, -1)
+                index = (slots.t() * heads + torch.arange(heads, device=kv.device)).flatten()
             rows = kv[plane, layer].reshape(-1, width // heads)
-            torch.index_select(rows, 0, index, out=out[plane, layer].view(-1, width // heads))
+            into = out[plane, layer].view(-1, width // heads)
+            before = plane * layers + layer
+            if in_place and before * total < (before + 1) * count:  # the result would overwrite what it is made of
+                into.copy_(rows.index_select(0, index))
+            else:
+                torch.index_select(rows, 0, index, out=into)
+            if plane == 0 and then is not None:
+                then(layer, out[0, layer])
     return out
 
 

@@ -76,6 +76,16 @@ def test_equal_input_gives_equal_edits(editor: Editor) -> None:
     assert torch.equal(first.kv, second.kv)
 
 
+@pytest.mark.parametrize("editor", [*by_name(), *SCOPED])
+def test_memory_of_spent_kv_gives_the_same_edit(editor: Editor) -> None:
+    expected = editor.edit(given(5 * CHUNK))
+    x = replace(given(5 * CHUNK), spent=True)
+    edit = editor.edit(x)
+    assert edit.tokens == expected.tokens
+    assert torch.equal(edit.kv, expected.kv)
+    assert edit.kv is not x.kv
+
+
 @pytest.mark.parametrize("scope", ["shared", "layer", "head"])
 def test_kept_positions_have_the_shape_of_their_scope(scope: str) -> None:
     for editor in all_editors(scope=scope):
