@@ -109,7 +109,7 @@ def __getattr__(name: str) -> Any:
         for room in _ROOMS:
             module = importlib.import_module(f"{__name__}.{room}")
             if name in module.__all__:
-                return getattr(module, name)
+                return globals().setdefault(name, getattr(module, name))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

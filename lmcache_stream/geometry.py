@@ -230,7 +230,7 @@ def _rotated_layers(config: Mapping[str, Any], num_layers: int) -> list[bool]:
 def _dtype(name: Any) -> torch.dtype | None:
     if name is None or isinstance(name, torch.dtype):
         return name
-    found = getattr(torch, str(name).removeprefix("torch."), None)
+    found = vars(torch).get(str(name).removeprefix("torch."))  # getattr would import what a file names
     if not isinstance(found, torch.dtype):
         raise GeometryError(f"{name!r} names no dtype of torch")
     return found

@@ -59,6 +59,7 @@ class StreamPerfMetrics:
         cached_tokens: Prompt tokens that the engine took from a cache; None if it does not say.
         edit_shortfall: Tokens of a stored edit that the engine did not take from the cache.
         times: Arrival of each token since the request.
+        start: When the request was sent, in seconds of `time.perf_counter`.
     """
 
     duration: float = 0.0
@@ -71,6 +72,7 @@ class StreamPerfMetrics:
     cached_tokens: int | None = None
     edit_shortfall: int = 0
     times: tuple[float, ...] = field(default=(), repr=False, compare=False)
+    start: float = field(default=0.0, repr=False, compare=False)
 
     @classmethod
     def from_times(
@@ -105,6 +107,7 @@ class StreamPerfMetrics:
             cached_tokens=cached_tokens,
             edit_shortfall=edit_shortfall,
             times=tuple(time - start for time in times),
+            start=start,
         )
 
 

@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias
 
 __all__ = ["PhaseProgress", "ProgressCallback", "ProgressOption", "watching"]
 
-logger = logging.getLogger("lmcache_stream")
+logger: logging.Logger = logging.getLogger("lmcache_stream")
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,7 +93,7 @@ class ModifyReceipt:
     recomputed: int = 0
     bytes_moved: int = 0
     seconds: Mapping[str, float] = field(default_factory=dict)
-    salt: str = ""
+    salt: str = field(default="", repr=False)
     stored: bool = True
 
 
@@ -111,6 +111,7 @@ class StreamState:
         fingerprint: Of the stored edit's KV, to know it again.
         unverified: Whether a request went out since of which nobody said whether it took the edit. An engine offloads
             what it computes itself under the edit's ids and salt, so a lookup tells nothing any more.
+        shared: Whether a fork decodes from the same edit, whose requests are as good as ones of our own without a word.
         lost: How many of the `stored` tokens are known to be gone.
     """
 
@@ -122,6 +123,7 @@ class StreamState:
     stored: int = 0
     fingerprint: torch.Tensor | None = None
     unverified: bool = False
+    shared: bool = False
     lost: int = 0
     generated: list[int] = field(default_factory=list)
     text_parts: list[str] = field(default_factory=list)
@@ -163,7 +165,7 @@ class StreamState:
         self.salt = salt
         self.expected = self.stored = len(self.tokens)
         self.fingerprint = fingerprint
-        self.unverified = False
+        self.unverified = self.shared = False
         self.lost = 0
         self.done = False
         self.finish_reason = None
@@ -189,10 +191,10 @@ class Request:
         self._state = state
         self._earlier = tuple(earlier)
         self._max_tokens = max_tokens
-        self.ids = [*state.tokens, *state.suffix, *suffix]
-        self.start = time.perf_counter()
+        self.ids: list[int] = [*state.tokens, *state.suffix, *suffix]
+        self.start: float = time.perf_counter()
         self.times: list[float] = []
-        self.consumed = False
+        self.consumed: bool = False
         self.completion: Completion | None = None
 
     @property

@@ -17,7 +17,7 @@ from typing import Any, Final, Literal, Self, TypeVar
 import anyio
 import torch
 
-from lmcache_stream import portal
+from lmcache_stream import observe, portal
 from lmcache_stream.callables import Items, call, event_batches, in_own_thread
 from lmcache_stream.editors.base import Edit, EditInput, Editor
 from lmcache_stream.errors import (
@@ -57,7 +57,7 @@ __all__ = [
     "update",
 ]
 
-logger = logging.getLogger("lmcache_stream")
+logger: logging.Logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 OnShortfall = Literal["raise", "report"]
@@ -237,10 +237,12 @@ class AsyncLMCacheStream(StreamFace):
 
         Raises:
             CoverageTimeout: The cache covered less in time (`seen`, `wanted`).
+            EditNotUsed: The stored edit is gone from the cache.
             LMCacheStreamError: There is no whole chunk to expect, or the cache failed.
         """
         async with self._exclusive("retrieve_kv"):
-            return await self._retrieve(timeout, poll_interval, allow_partial, decode_saved, {})
+            with observe.span("retrieve_kv", stream=self._stream_id):
+                return await self._retrieve(timeout, poll_interval, allow_partial, decode_saved, {})
 
     async def update_kv(self, kv: torch.Tensor, tokens: Sequence[int], *, timeout: float | None = None) -> None:
         """Store `kv` for `tokens` and go on from there: `tokens` replaces the stream's.
@@ -260,7 +262,8 @@ class AsyncLMCacheStream(StreamFace):
             LMCacheStreamError: The cache failed. Nothing changed.
         """
         async with self._exclusive("update_kv"):
-            await self._store(kv, self._check_pair(kv, tokens, like=None), tail=(), timeout=timeout)
+            with observe.span("update_kv", stream=self._stream_id):
+                await self._store(kv, self._check_pair(kv, tokens, like=None), tail=(), timeout=timeout)
 
     async def modify_kv(
         self,
@@ -286,7 +289,8 @@ class AsyncLMCacheStream(StreamFace):
             What was done, step by step.
 
         Raises:
-            CoverageTimeout, StoreError, LMCacheStreamError: As `retrieve_kv` and `update_kv`. Nothing changed.
+            CoverageTimeout, EditNotUsed, StoreError, LMCacheStreamError: As `retrieve_kv` and `update_kv`. Nothing
+                changed.
             UsageError: `fn` returned something that cannot be stored. Nothing changed.
             Exception: Whatever `fn` raises, unchanged. Nothing changed.
         """
@@ -303,10 +307,11 @@ class AsyncLMCacheStream(StreamFace):
             UsageError: An operation is under way.
         """
         async with self._exclusive("fork"):
+            self._state.shared = self._state.stored > 0
             fork = type(self)(
                 self._ctx,
                 self._post_completion,
-                self._state.tokens,
+                self._state.tokens or [0],  # an edit may have left none; the state itself is copied
                 self._state.original_salt,
                 salt_edits=self._salt_edits,
                 on_shortfall=self._on_shortfall,
@@ -352,22 +357,73 @@ class AsyncLMCacheStream(StreamFace):
             request = Request(self._state, suffix, size or max_tokens, requests)
             requests.append(request)
             suffix = []
-            async with aclosing(self._exchange(request, params, deadline)) as batches:
-                async for batch in batches:
-                    yield request, batch
+            phase = "prefill" if params.get("max_tokens") == 1 and not self._state.generated else "decode"
+            span = observe.request(self._ctx.model_name, params, phase, self._stream_id)
+            failure: BaseException | None = None
+            try:
+                async with aclosing(self._exchange(request, params, deadline, span)) as batches:
+                    async for batch in batches:
+                        yield request, batch
+            except BaseException as error:
+                failure = None if isinstance(error, GeneratorExit) else error
+                raise
+            finally:
+                self._tell(span, phase, request, failure)
             if self._state.done:
                 return
             if edit_after and edits is not None and self._state.expected >= self._ctx.chunk_size:
-                await self._edit_midway(edits, request, None if deadline is None else deadline - loop.time())
+                await self._edit_midway(edits, request, deadline)
 
-    async def _edit_midway(self, edits: EditsWhileDecoding, request: Request, remaining: float | None) -> None:
-        wait = _COVERAGE_TIMEOUT if remaining is None else max(0.0, min(_COVERAGE_TIMEOUT, remaining))
+    def _tell(self, span: observe.Span, phase: str, request: Request, failure: BaseException | None) -> None:
+        """Say what a request was, now that it has ended."""
+        reason = request.completion.finish_reason if request.completion is not None else None
+        logger.debug(
+            "stream %s: %s: %d tokens sent, %s of them cached, %d came, %s",
+            self._stream_id,
+            phase,
+            len(request.ids),
+            request.cached_tokens,
+            request.arrived,
+            type(failure).__name__ if failure is not None else reason,
+        )
+        if span:
+            first = request.times[0] - request.start if request.times else None
+            span.set(
+                {
+                    "gen_ai.usage.input_tokens": len(request.ids),
+                    "gen_ai.usage.output_tokens": request.arrived,
+                    "gen_ai.usage.cache_read.input_tokens": request.cached_tokens,
+                    "gen_ai.response.finish_reasons": None if reason is None else [reason],
+                    "gen_ai.response.time_to_first_chunk": first,
+                }
+            )
+            span.record("gen_ai.client.operation.time_to_first_chunk", first)
+            span.record("gen_ai.client.token.usage", len(request.ids), **{"gen_ai.token.type": "input"})
+            span.record("gen_ai.client.token.usage", request.arrived, **{"gen_ai.token.type": "output"})
+        span.end(failure)
+
+    async def _edit_midway(self, edits: EditsWhileDecoding, request: Request, deadline: float | None) -> None:
+        left = _left(deadline, _COVERAGE_TIMEOUT)
         try:
-            async with edits.slots:
-                await self._modify(edits.editor, wait, _POLL_INTERVAL, False, False)
+            async with asyncio.timeout_at(deadline), edits.slots:
+                await self._modify(
+                    edits.editor,
+                    _COVERAGE_TIMEOUT if left is None else left,
+                    _POLL_INTERVAL,
+                    False,
+                    False,
+                    deadline=deadline,
+                )
         except LMCacheStreamError as error:
             error.arrived, error.suffix_consumed = request.failure().values()
             raise
+        except TimeoutError as error:
+            if deadline is None or asyncio.get_running_loop().time() < deadline:
+                raise  # the editor's own
+            raise StreamTimeout(
+                f"stream {self._stream_id}: no end of an edit in time, after {request.arrived} tokens",
+                **request.failure(),
+            ) from error
 
     async def _modify(
         self,
@@ -376,10 +432,38 @@ class AsyncLMCacheStream(StreamFace):
         poll_interval: float,
         allow_partial: bool,
         decode_saved: bool,
+        *,
+        deadline: float | None = None,
+    ) -> ModifyReceipt:
+        with observe.span(
+            "modify_kv",
+            {"gen_ai.request.model": self._ctx.model_name},
+            duration="lmcache_stream.modify.duration",
+            measured=("gen_ai.request.model",),
+            stream=self._stream_id,
+        ) as span:
+            receipt = await self._modified(fn, timeout, poll_interval, allow_partial, decode_saved, deadline)
+            names = ("tokens_before", "tokens_after", "chunks_stored", "recomputed", "bytes_moved")
+            told = {name: getattr(receipt, name) for name in names}
+            logger.debug("stream %s: modified: %s", self._stream_id, told)
+            span.set({f"lmcache_stream.modify.{name}": value for name, value in told.items()})
+            span.record("lmcache_stream.modify.io", receipt.bytes_moved)
+        return receipt
+
+    async def _modified(
+        self,
+        fn: ModifyFn | Editor,
+        timeout: float,
+        poll_interval: float,
+        allow_partial: bool,
+        decode_saved: bool,
+        deadline: float | None,
     ) -> ModifyReceipt:
         seconds: dict[str, float] = {}
         needs_queries = fn if isinstance(fn, Editor) and "queries" in fn.needs else None
-        kv = await self._retrieve(timeout, poll_interval, allow_partial, decode_saved, seconds, needs_queries)
+        kv = await self._retrieve(
+            timeout, poll_interval, allow_partial, decode_saved, seconds, needs_queries, bound=deadline
+        )
         shape, dtype, nbytes = kv.shape, kv.dtype, kv.nbytes
         covered = shape[2]
         prefix, tail = self._state.tokens[:covered], self._state.tokens[covered:]
@@ -399,7 +483,7 @@ class AsyncLMCacheStream(StreamFace):
             return receipt
         ids = self._check_pair(edit.kv, edit.tokens, like=(shape, dtype))
         with _timed(seconds, "store"):
-            stored = await self._store(edit.kv, ids, tail=tail, timeout=None)
+            stored = await self._store(edit.kv, ids, tail=tail, timeout=_left(deadline, self._ctx.timeout))
         receipt = ModifyReceipt(
             tokens_before=covered,
             tokens_after=len(ids),
@@ -415,7 +499,7 @@ class AsyncLMCacheStream(StreamFace):
         return receipt
 
     async def _exchange(
-        self, request: Request, sampling_params: dict[str, Any], deadline: float | None
+        self, request: Request, sampling_params: dict[str, Any], deadline: float | None, span: observe.Span
     ) -> AsyncGenerator[Items, None]:
         """One request to the engine. The consumer records what it is given; this decides how the request ended."""
         state = self._state
@@ -423,15 +507,19 @@ class AsyncLMCacheStream(StreamFace):
         try:
             if not request.ids:
                 raise UsageError("nothing to send: the edit left no token, and there is no suffix")
-            async with asyncio.timeout_at(deadline):
-                await self._require_edit()
+            with span.attached():
+                async with asyncio.timeout_at(deadline):
+                    await self._require_edit(deadline)
             request.start = time.perf_counter()
             state.unverified = state.stored > 0
             try:
                 batches = event_batches(self._post_completion, request.ids.copy(), sampling_params, salt)
                 async with aclosing(batches):
-                    while (batch := await _next(batches, deadline)) is not None:
+                    with span.attached():  # the request goes out with the first step
+                        batch = await _next(batches, deadline)
+                    while batch is not None:
                         yield batch
+                        batch = await _next(batches, deadline)
                 request.finish()
                 request.judge_edit()
             finally:
@@ -462,7 +550,7 @@ class AsyncLMCacheStream(StreamFace):
         if state.lost and self._on_shortfall == "raise":
             raise EditNotUsed(
                 f"stream {self._stream_id}: the engine took {request.cached_tokens} tokens from the cache, but the "
-                f"edit has {state.stored}: it was evicted, or the request went out without its cache_salt ({salt!r}), "
+                f"edit has {state.stored}: it was evicted, or the request went out without its cache_salt, "
                 "so this output does not come from the edit",
                 stored=state.stored,
                 used=state.stored - state.lost,
@@ -483,12 +571,25 @@ class AsyncLMCacheStream(StreamFace):
             **request.failure(),
         )
 
-    async def _require_edit(self) -> None:
+    async def _require_edit(self, deadline: float | None) -> None:
         """Nobody else would tell: an engine recomputes an evicted edit from its ids without a word."""
         state = self._state
         if state.stored and not state.lost:
             with self._at_the_cache("looking up the edit"):
-                state.lost = state.stored - await self._find_edit()
+                state.lost = state.stored - await self._find_edit(_left(deadline, self._ctx.timeout))
+        self._refuse_a_lost_edit()
+
+    async def _require_edit_in(self, kv: torch.Tensor) -> None:
+        """The same for KV that was retrieved: an engine may have put what it computed in the place of the edit."""
+        state = self._state
+        if state.stored and not state.lost and (state.unverified or state.shared):
+            found = await self._ctx.executor.run(_fingerprint, kv[:, :, : state.stored])
+            if kv.shape[2] < state.stored or state.fingerprint is None or not torch.equal(found, state.fingerprint):
+                state.lost = state.stored
+        self._refuse_a_lost_edit()
+
+    def _refuse_a_lost_edit(self) -> None:
+        state = self._state
         if state.lost and self._on_shortfall == "raise":
             raise EditNotUsed(
                 f"stream {self._stream_id}: the cache holds {state.stored - state.lost} of the edit's {state.stored} "
@@ -498,13 +599,13 @@ class AsyncLMCacheStream(StreamFace):
                 used=state.stored - state.lost,
             )
 
-    async def _find_edit(self) -> int:
+    async def _find_edit(self, timeout: float | None = None) -> int:
         """How many tokens of the stored edit the cache still holds."""
         state = self._state
         ids = state.tokens[: state.stored]
-        if not state.unverified:
-            return min(state.stored, await self._ctx.lookup(ids, state.salt))
-        kv = await self._ctx.retrieve(ids, state.salt)
+        if not (state.unverified or state.shared):
+            return min(state.stored, await self._ctx.lookup(ids, state.salt, timeout=timeout))
+        kv = await self._ctx.retrieve(ids, state.salt, timeout=timeout)
         if kv is None or kv.shape[2] < state.stored:
             return kv.shape[2] if kv is not None else 0
         assert state.fingerprint is not None
@@ -519,6 +620,7 @@ class AsyncLMCacheStream(StreamFace):
         decode_saved: bool,
         seconds: dict[str, float],
         needs_queries: Editor | None = None,
+        bound: float | None = None,
     ) -> torch.Tensor:
         state = self._state
         chunk_size = self._ctx.chunk_size
@@ -542,14 +644,16 @@ class AsyncLMCacheStream(StreamFace):
                     )
                 seen = covered
                 if covered >= wanted or allow_partial:
+                    left = _left(bound, self._ctx.timeout)
                     if needs_queries is not None and not await self._ctx.lookup(
-                        state.tokens[:wanted], state.salt, kind=CacheKind.QUERY
+                        state.tokens[:wanted], state.salt, kind=CacheKind.QUERY, timeout=left
                     ):
                         raise needs_queries.without_queries()
                     with _timed(seconds, "retrieve"):
-                        kv = await self._ctx.retrieve(state.tokens, state.salt)
+                        kv = await self._ctx.retrieve(state.tokens, state.salt, timeout=left)
                     seen = kv.shape[2] if kv is not None else 0
                     if kv is not None and (seen >= wanted or allow_partial):
+                        await self._require_edit_in(kv)
                         return kv
                 if loop.time() >= deadline or covered < wanted:
                     raise CoverageTimeout(
@@ -825,6 +929,13 @@ def _max_tokens(sampling_params: Any) -> int | None:
     return max_tokens
 
 
+def _left(deadline: float | None, at_most: float) -> float | None:
+    """Seconds until `deadline`, and no more than `at_most`; None where there is no deadline."""
+    if deadline is None:
+        return None
+    return max(0.0, min(at_most, deadline - asyncio.get_running_loop().time()))
+
+
 async def _next(batches: AsyncGenerator[Items, None], deadline: float | None) -> Items | None:
     if deadline is None:
         return await anext(batches, None)
@@ -843,7 +954,13 @@ def _fingerprint(kv: torch.Tensor) -> torch.Tensor:
 def _timed(seconds: dict[str, float], step: str) -> Iterator[None]:
     start = time.perf_counter()
     try:
-        yield
+        with observe.span(
+            step,
+            {"lmcache_stream.step": step},
+            duration="lmcache_stream.modify.duration",
+            measured=("lmcache_stream.step",),
+        ):
+            yield
     finally:
         seconds[step] = seconds.get(step, 0.0) + time.perf_counter() - start
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import anyio
 import torch
 
+from lmcache_stream import observe
 from lmcache_stream.errors import UsageError
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class TransferExecutor:
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.lanes = lanes
-        self.device = torch.device(device)
+        self.device: torch.device = torch.device(device)
         if self.device.type not in ("cpu", "cuda"):
             raise UsageError(f"a TransferExecutor runs on a CPU or a CUDA device, not on {self.device}")
         if str(self.device) == "cuda":
@@ -77,19 +78,20 @@ class TransferExecutor:
         """
         work = _Work(fn, args)
         del args
-        future = self._submit(work)
-        result = asyncio.wrap_future(future)
-        try:
-            return await asyncio.shield(result)
-        except asyncio.CancelledError:
-            if future.cancel():
-                work.drop()
-            else:
-                work.result_wanted = False
-                await _wait_uncancelled(result)
-                if not result.cancelled():
-                    result.exception()  # nobody wants it any more
-            raise
+        with observe.transfer(fn):
+            future = self._submit(work)
+            result = asyncio.wrap_future(future)
+            try:
+                return await asyncio.shield(result)
+            except asyncio.CancelledError:
+                if future.cancel():
+                    work.drop()
+                else:
+                    work.result_wanted = False
+                    await _wait_uncancelled(result)
+                    if not result.cancelled():
+                        result.exception()  # nobody wants it any more
+                raise
 
     def submit(self, fn: Callable[..., T], /, *args: Any) -> Future[T]:
         """Run `fn(*args)` on a lane, from synchronous code.

@@ -79,6 +79,7 @@ class TestStreamPerfMetrics:
         )
         assert metrics == StreamPerfMetrics(4.0, 200, 3, 50.0, 0.75, [0.5, 1.5], 1.0, 64, 32)
         assert metrics.times == (1.0, 1.5, 3.0)
+        assert metrics.start == 100.0
         assert "times" not in repr(metrics)
 
     def test_a_gap_is_spread_over_the_tokens_of_its_event(self) -> None:

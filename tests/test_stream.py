@@ -1146,3 +1146,36 @@ def test_leaving_sync_events_early_keeps_what_arrived() -> None:
     finally:
         cache.unregister_model(MODEL)
         cache.close()
+
+
+@pytest.mark.parametrize("on_shortfall", ["raise", "report"])
+async def test_what_took_the_place_of_a_lost_edit_is_not_edited(on_shortfall: Any) -> None:
+    """A request that is left says nothing of the edit, and the engine offloads what it computed in its place."""
+
+    class Evicting(AsyncCountingEngine):
+        evicts = False
+
+        async def __call__(self, ids: list[int], params: Mapping[str, Any], salt: str, /) -> AsyncIterator[Any]:  # type: ignore[override]
+            if self.evicts:
+                self.cache.clear()
+                self.put(ids, salt)
+            async for item in super().__call__(ids, params, salt):
+                yield item
+
+    async with opened(Evicting) as made:
+        stream = AsyncLMCacheStream(made.ctx, made.engine, list(range(18)), on_shortfall=on_shortfall)
+        await stream.generate({"max_tokens": 1})
+        await stream.modify_kv(lambda kv, tokens: (-kv[:, :, ::2], tokens[::2]))
+        assert isinstance(made.engine, Evicting)
+        made.engine.evicts = True
+        events = stream.events({"max_tokens": 5})
+        await anext(events)
+        await events.aclose()
+        before = stream.tokens, stream.cache_salt
+        if on_shortfall == "report":
+            assert (await stream.modify_kv(lambda kv, tokens: (kv, tokens))).stored
+            return
+        for attempt in (lambda: stream.modify_kv(lambda kv, tokens: (kv, tokens)), stream.retrieve_kv):
+            with pytest.raises(EditNotUsed, match="evicted"):
+                await attempt()
+        assert (stream.tokens, stream.cache_salt) == before

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import email.utils
 import io
+import logging
 import os
 import random
 import time
@@ -16,7 +17,8 @@ import aiohttp
 import msgspec
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from lmcache_stream import portal
+from lmcache_stream import observe, portal
+from lmcache_stream.addresses import check_address, is_line, shown
 from lmcache_stream.completions.faults import excerpt, json_error, response_error
 from lmcache_stream.completions.pacing import StartPacer
 from lmcache_stream.completions.reading import read_arrived, unread
@@ -41,12 +43,15 @@ __all__ = ["CompletionsClient", "ModelCard"]
 
 T = TypeVar("T")
 
+logger: logging.Logger = logging.getLogger(__name__)
+
 _RETRIED_STATUSES = frozenset({429, 502, 503, 504})
 _FIRST_BACKOFF = 0.1
 _LONGEST_BACKOFF = 10.0
 _KEEP_ALIVE = 4.0  # uvicorn, under vLLM, drops idle connections after 5 s; a reused one must not meet that
 _READ_BUFFER = 2**20
 _ERROR_BODY = 2**16
+_ANSWER = 2**26  # the longest there is lists the ids of a text
 _DRAIN_TIMEOUT = 1.0
 _BODY_AS_BYTES = 2**18
 _SHORTEST_HIDDEN_KEY = 8
@@ -114,9 +119,11 @@ class CompletionsClient:
             raise UsageError("connect_timeout and idle_timeout are seconds above 0")
         if retries < 0 or max_connections < 0:
             raise UsageError("retries and max_connections cannot be negative")
+        if model is not None and not is_line(model):
+            raise UsageError(f"model is {model!r}: give a name as /v1/models lists it")
         self._url = _normalized(base_url if base_url is not None else os.environ.get("OPENAI_BASE_URL") or "")
         self._model = model
-        self._api_key = api_key if api_key is not None else os.environ.get("OPENAI_API_KEY") or None
+        self._api_key = _checked_key(api_key if api_key is not None else os.environ.get("OPENAI_API_KEY") or None)
         self._connect_timeout = connect_timeout
         self._idle_timeout = idle_timeout
         self._retries = retries
@@ -162,7 +169,9 @@ class CompletionsClient:
         session, self._session = self._session, None
         if session is not None:
             closing = asyncio.ensure_future(session.close())
-            await asyncio.wait({closing}, timeout=5.0 if timeout is None else timeout)
+            _, late = await asyncio.wait({closing}, timeout=5.0 if timeout is None else timeout)
+            for task in late:
+                task.cancel()
 
     def __enter__(self) -> Self:
         return self
@@ -310,7 +319,8 @@ class CompletionsClient:
             if self._model is None:
                 names = [card.id for card in await self.models()]
                 if len(names) > 1:
-                    raise UsageError(f"{self._url} serves several models, choose one with model=: {', '.join(names)}")
+                    listed = excerpt(", ".join(names))
+                    raise UsageError(f"{self._url} serves several models, choose one with model=: {listed}")
                 if not names:
                     raise EngineResponseError(f"{self._url}/v1/models lists no model", status=200)
                 self._model = names[0]
@@ -326,12 +336,12 @@ class CompletionsClient:
                 try:
                     if response.status != 200:
                         raise await self._response_error(response)
-                    data = await response.read()
+                    data = await _whole(response)
                 finally:
                     response.close()
         try:
             return msgspec.json.decode(data, type=answer)
-        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
             raise EngineResponseError(
                 f"{seam.url} answered something else than {path} should: {excerpt(data, 200)}", status=200
             ) from exc
@@ -349,6 +359,7 @@ class CompletionsClient:
         headers = {"Accept": accept}
         if body is not None:
             headers["Content-Type"] = "application/json"
+        observe.inject(headers)
         backoff = _FIRST_BACKOFF
         while True:
             pause = backoff * random.uniform(0.5, 1.0)
@@ -360,12 +371,15 @@ class CompletionsClient:
             except aiohttp.ClientConnectionError as exc:
                 if left == 0 or isinstance(exc, aiohttp.SocketTimeoutError | aiohttp.ClientSSLError):
                     raise
+                why = f"no answer ({type(exc).__name__})"
             else:
                 if left == 0 or response.status not in _RETRIED_STATUSES:
                     return response
                 asked = _retry_after(response.headers.get("Retry-After"))
                 pause = pause if asked is None else min(asked, _LONGEST_BACKOFF)
+                why = f"HTTP {response.status}"
                 response.close()
+            logger.info("%s %s: %s, again in %.1f s (%d times at most)", method, url, why, pause, left)
             await asyncio.sleep(pause)
             left -= 1
             backoff = min(2 * backoff, _LONGEST_BACKOFF)
@@ -399,7 +413,7 @@ class CompletionsClient:
         body = await _start_of(response)
         error = response_error(response.status, body, reason=response.reason or "")
         if 300 <= response.status < 400:
-            target = response.headers.get("Location", "nowhere")
+            target = excerpt(shown(response.headers.get("Location", "nowhere")))
             message = f"{response.url} redirects to {target}, which is not followed: give that address as base_url"
             error = EngineResponseError(message, status=response.status)
         return self._without_key(error)
@@ -485,19 +499,21 @@ class _IdleWatch:
 
 
 def _normalized(base_url: str) -> str:
+    if not isinstance(base_url, str):
+        raise UsageError(f"base_url must be a string such as 'http://localhost:8000', not {type(base_url).__name__}")
     url = base_url.strip().rstrip("/").removesuffix("/v1").rstrip("/")
     if not url:
         raise UsageError("no engine is named: give base_url or set OPENAI_BASE_URL")
-    try:
-        parts = urlsplit(url)
-        parts.port  # noqa: B018
-    except ValueError as exc:
-        raise UsageError(f"base_url cannot be read: {exc}") from exc
-    if parts.username is not None or parts.password is not None:
-        raise UsageError("base_url holds credentials: give them as api_key")
+    parts = urlsplit(check_address(url, "base_url"))
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-        raise UsageError(f"base_url is {base_url!r}: give one such as http://localhost:8000")
+        raise UsageError(f"base_url is {shown(url)!r}, or has more than host and path: give http://localhost:8000")
     return url
+
+
+def _checked_key(api_key: str | None) -> str | None:
+    if api_key is not None and not (is_line(api_key) and api_key.isascii()):
+        raise UsageError("api_key holds a line break or another character that no header can carry: strip it")
+    return api_key
 
 
 def _payload(body: bytes | None) -> bytes | io.BytesIO | None:
@@ -515,6 +531,15 @@ def _retry_after(value: str | None) -> float | None:
         return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
     except ValueError:
         return None
+
+
+async def _whole(response: aiohttp.ClientResponse) -> bytes:
+    body = bytearray()
+    while data := await response.content.readany():
+        body += data
+        if len(body) > _ANSWER:
+            raise EngineResponseError(f"{response.url} answered more than {_ANSWER} bytes", status=200)
+    return bytes(body)
 
 
 async def _start_of(response: aiohttp.ClientResponse) -> bytes:

@@ -12,7 +12,9 @@ from lmcache_stream.errors import EngineResponseError
 
 __all__ = ["excerpt", "json_error", "response_error"]
 
-_HTML_NOISE = re.compile(r"(?is)<(script|style)\b.*?</\1\s*>|<!--.*?-->|<[^>]*>")
+# What is not closed goes on to the end: to look for an end again from every start takes the square of the time.
+_HTML_NOISE = re.compile(r"(?is)<(script|style)\b.*?(?:</\1\s*>|\Z)|<!--.*?(?:-->|\Z)|<[^>]*(?:>|\Z)")
+_LONGEST = 4000
 
 
 def excerpt(body: bytes | str, limit: int = 500) -> str:
@@ -20,7 +22,7 @@ def excerpt(body: bytes | str, limit: int = 500) -> str:
     text = body.decode("utf-8", "replace") if isinstance(body, bytes) else body
     if text.lstrip()[:1] == "<":
         text = html.unescape(_HTML_NOISE.sub(" ", text))
-    text = " ".join(text.split())
+    text = _printable(" ".join(text.split()))
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
@@ -49,11 +51,11 @@ def json_error(status: int, body: bytes) -> EngineResponseError | None:
         return None
     fields = value.get("error") or value.get("detail") or value
     if isinstance(fields, list):
-        return EngineResponseError("; ".join(map(_validation_text, fields)), status=status)
+        return EngineResponseError(_printable("; ".join(map(_validation_text, fields))[:_LONGEST]), status=status)
     if isinstance(fields, dict) and isinstance(fields.get("message"), str):
         code = fields.get("code")
         return EngineResponseError(
-            fields["message"],
+            _printable(fields["message"][:_LONGEST]),
             status=status,
             type=_text_or_none(fields.get("type")),
             param=_text_or_none(fields.get("param")),
@@ -61,7 +63,13 @@ def json_error(status: int, body: bytes) -> EngineResponseError | None:
         )
     if fields is value:
         return None
-    return EngineResponseError(fields if isinstance(fields, str) else excerpt(str(fields)), status=status)
+    words = _printable(fields[:_LONGEST]) if isinstance(fields, str) else excerpt(str(fields))
+    return EngineResponseError(words, status=status)
+
+
+def _printable(text: str) -> str:
+    """`text` without what a terminal would take for a command."""
+    return text if text.isprintable() else "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
 def _validation_text(item: Any) -> str:

@@ -54,7 +54,12 @@ def check_request(
         raise UsageError(f"sampling_params asks for another model than the client's {model!r}: leave model out")
     if not isinstance(sampling_params.get("stream_options") or {}, Mapping):
         raise UsageError("sampling_params has a stream_options that is no mapping")
-    _refuse_what_json_lacks(sampling_params, "sampling_params")
+    if not isinstance(cache_salt, str):
+        raise UsageError(f"cache_salt must be a string, not {type(cache_salt).__name__}")
+    try:
+        _refuse_what_json_lacks(sampling_params, "sampling_params")
+    except RecursionError:
+        raise UsageError("sampling_params is nested too deeply, or holds itself: give plain JSON values") from None
 
 
 def request_body(

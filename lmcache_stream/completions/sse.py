@@ -6,7 +6,7 @@ vLLM's streamed `/v1/completions`.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -115,6 +115,9 @@ def _data_lines(block: bytes) -> bytes:
     return b"\n".join(lines)
 
 
+_TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
 class _PromptDetails(msgspec.Struct, gc=False):
     cached_tokens: int | None = None
 
@@ -128,7 +131,7 @@ class _Usage(msgspec.Struct, gc=False):
 class _Choice(msgspec.Struct, gc=False):
     index: int = 0
     text: str | None = None
-    token_ids: list[int] | None = None
+    token_ids: list[_TokenId] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -157,8 +160,8 @@ class CompletionDecoder:
     """
 
     def __init__(self, max_event_bytes: int = MAX_EVENT_BYTES) -> None:
-        self.ended = False
-        self.tokens = 0
+        self.ended: bool = False
+        self.tokens: int = 0
         self._splitter = EventSplitter(max_event_bytes)
         self.error: EngineError | None = None
         self._finish_reason: str | None = None

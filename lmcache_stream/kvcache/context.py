@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 import numpy as np
 
 from lmcache_stream import portal
+from lmcache_stream.addresses import check_address, is_line, shown
 from lmcache_stream.errors import UsageError
 from lmcache_stream.types import CacheKind
 
@@ -40,6 +41,8 @@ BACKENDS = {
     "grpc+unix": "lmcache_stream.kvcache.mp.context:open_context",
 }
 """URL scheme -> "module:function" of its `OpenContext`, imported at first use."""
+
+_imported: set[str] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +211,9 @@ async def open_context(
         http_url = os.environ.get("LMCACHE_STREAM_HTTP_URL") or None
     if not isinstance(url, str):
         raise UsageError(f"url must be a string such as {DEFAULT_URL!r}, not {url!r}")
+    if model_name is not None and not is_line(model_name):
+        raise UsageError(f"model_name must be the name that the engine serves, or None, not {model_name!r}")
+    check_address(url, "url")
     seconds = check_timeout(timeout)
     opener = await _opener(url)
     return await opener(url, http_url=http_url, model_name=model_name, timeout=seconds, geometry=geometry, probe=probe)
@@ -217,10 +223,11 @@ async def _opener(url: str) -> OpenContext:
     scheme, separator, _ = url.partition("://")
     if not separator or scheme not in BACKENDS:
         known = ", ".join(f"{name}://" for name in BACKENDS)
-        raise UsageError(f"no cache backend serves {url!r}: begin the url with one of {known}")
+        raise UsageError(f"no cache backend serves {shown(url)!r}: begin the url with one of {known}")
     module, _, function = BACKENDS[scheme].partition(":")
-    if module not in sys.modules:
+    if module not in _imported:  # sys.modules has it before it is whole
         await asyncio.to_thread(importlib.import_module, module)  # torch takes a second or two
+        _imported.add(module)
     return cast("OpenContext", getattr(sys.modules[module], function))
 
 

@@ -388,7 +388,7 @@ class MemoryKVCacheContext(AsyncKVCacheContext):
         executor: TransferExecutor | None = None,
     ) -> None:
         self.model_name = model_name
-        self.timeout = check_timeout(timeout)
+        self.timeout: float = check_timeout(timeout)
         self._cache = cache
         self._geometry = cache._fitted(geometry)
         self._executor = executor or default_executor()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import inspect
 import json
 import socket
@@ -750,3 +751,138 @@ async def test_answer_that_is_none(
     engine.script(*[reply] * 3, path="/v1/models")
     with pytest.raises(kind, match=words):
         await client.models(timeout=0.3 if reply.header_delay else 30)
+
+
+# What a server or a user should not be able to do
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"HTTP/1.1 200 OK\r\nx: " + b"a" * 2_000_000,
+        b"HTTP/1.1 200 OK\r\n" + b"x: y\r\n" * 200_000 + b"\r\n",
+        b"HTTP/1.1 200 " + b"a" * 2_000_000,
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nfffffffffffffffffffff\r\n",
+    ],
+)
+async def test_a_head_without_end_is_refused(engine: FakeEngine, client: CompletionsClient, raw: bytes) -> None:
+    engine.script(Reply(raw=raw), path="/v1/models")
+    with pytest.raises(EngineError) as caught:
+        await client.models()
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        Reply(body=b" " * (1 << 21), content_type="application/json"),
+        Reply(
+            body=gzip.compress(b" " * (1 << 26)), content_type="application/json", headers={"content-encoding": "gzip"}
+        ),
+    ],
+)
+async def test_an_answer_without_end_is_refused(
+    engine: FakeEngine, client: CompletionsClient, reply: Reply, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmcache_stream.completions.client._ANSWER", 1 << 20)
+    engine.script(reply, path="/v1/models")
+    with pytest.raises(EngineResponseError, match="more than 1048576 bytes"):
+        await client.models()
+
+
+@pytest.mark.parametrize(
+    "body", [b'{"data": ' + b"[" * 100_000, b'{"other": ' + b'{"a":' * 100_000, b'{"data": [{"id": 1}]}']
+)
+async def test_models_that_are_none(engine: FakeEngine, client: CompletionsClient, body: bytes) -> None:
+    engine.script(Reply(body=body, content_type="application/json"), path="/v1/models")
+    with pytest.raises(EngineResponseError, match="/v1/models should"):
+        await client.models()
+
+
+@pytest.mark.parametrize("ids", [[-1], [1 << 63], [1.5], ["1"], [True], [[1]], 5])
+async def test_ids_that_are_none(engine: FakeEngine, client: CompletionsClient, ids: Any) -> None:
+    engine.script(Reply(tokens=4, token_ids=lambda _: ids))
+    tokens, error = await consume(client)
+    assert not tokens
+    assert isinstance(error, EngineStreamError)
+
+
+async def test_what_a_server_says_commands_no_terminal(engine: FakeEngine, client: CompletionsClient) -> None:
+    evil = "\x1b]0;owned\x07\x1b[2J"
+    for reply in (
+        Reply(status=400, body=json.dumps({"error": {"message": evil}}).encode()),
+        Reply(status=400, body=json.dumps({"detail": [{"loc": [evil], "msg": evil}]}).encode()),
+        Reply(status=400, body=json.dumps({"error": evil}).encode()),
+        Reply(status=400, body=evil.encode(), content_type="text/plain"),
+        Reply(body=f"data: {evil}\n\n".encode()),
+    ):
+        engine.script(reply)
+        _, error = await consume(client)
+        assert isinstance(error, EngineError)
+        assert "\x1b" not in str(error)
+
+
+SECRET = "hunter2hunter2"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"http://user:{SECRET}@host",
+        f"http://{SECRET}@host/v1",
+        f"http://user:{SECRET}/x@host",
+        f"http://host?key={SECRET}",
+        f"http://host#{SECRET}",
+        f"ftp://user:{SECRET}@host",
+        f"http://[{SECRET}",
+        f"{SECRET}\n",
+        5,
+    ],
+)
+def test_a_refused_address_is_not_repeated_with_its_secret(url: Any) -> None:
+    with pytest.raises(UsageError, match="base_url") as caught:
+        CompletionsClient(url)
+    if not str(url).startswith(SECRET):
+        assert SECRET not in "".join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.parametrize("key", [f"{SECRET}\n", f"{SECRET}\r\nx: y", f"{SECRET}\0", "schlüssel", "", 5])
+def test_a_key_that_no_header_can_carry(key: Any) -> None:
+    with pytest.raises(UsageError, match="api_key") as caught:
+        CompletionsClient("http://host", api_key=key)
+    assert SECRET not in str(caught.value)
+
+
+@pytest.mark.parametrize("model", ["", "a\nb", "a\0", "\ud800", 5])
+def test_a_name_that_no_model_has(model: Any) -> None:
+    with pytest.raises(UsageError, match="model"):
+        CompletionsClient("http://host", model=model)
+
+
+async def test_a_key_goes_nowhere_else(engine: FakeEngine) -> None:
+    async with FakeEngine() as elsewhere:
+        for status in (301, 302, 303, 307, 308):
+            target = elsewhere.base_url.replace("//", f"//user:{SECRET}@") + f"/v1/models?key={SECRET}"
+            engine.script(Reply(status=status, body=b"", headers={"location": target}), path="/v1/models")
+            async with CompletionsClient(engine.base_url, api_key=KEY) as client:
+                with pytest.raises(EngineResponseError, match="not followed") as caught:
+                    await client.models()
+                assert SECRET not in str(caught.value)
+        assert elsewhere.accepted == 0
+
+
+async def test_a_close_that_takes_too_long_leaves_no_task(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(self: object) -> None:
+        await asyncio.Event().wait()
+
+    client = CompletionsClient(engine.base_url, model="tiny")
+    await consume(client)
+    session = client._session
+    assert session is not None
+    before = asyncio.all_tasks()
+    with monkeypatch.context() as patched:
+        patched.setattr(type(session), "close", never)
+        await client.aclose(timeout=0.01)
+    await asyncio.sleep(0)
+    assert asyncio.all_tasks() <= before
+    await session.close()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -62,3 +63,15 @@ def test_other_bodies(body: bytes, message: str) -> None:
 
 def test_excerpt_is_bounded() -> None:
     assert len(excerpt(b"word " * 10_000)) == 500
+
+
+@pytest.mark.parametrize("piece", ["<script", "<!--", "<", "<style>", "</script", "<a <"])
+def test_a_page_of_open_tags_takes_no_time(piece: str) -> None:
+    began = time.process_time()
+    excerpt(piece * (65536 // len(piece)))
+    assert time.process_time() - began < 1
+
+
+def test_messages_are_bounded() -> None:
+    for body in ({"error": {"message": "x" * 60_000}}, {"detail": [{"msg": "x" * 60_000}]}, {"error": "x" * 60_000}):
+        assert len(str(response_error(400, json.dumps(body).encode()))) < 5000

@@ -118,3 +118,16 @@ def test_what_json_has_no_word_for() -> None:
 def test_any_sequence_of_ids() -> None:
     assert json.loads(request_body((1, 2), {}, "", "m"))["prompt"] == [1, 2]
     assert json.loads(request_body(range(3), {}, "", "m"))["prompt"] == [0, 1, 2]
+
+
+def test_params_that_hold_themselves() -> None:
+    params: dict[str, Any] = {}
+    params["logit_bias"] = params
+    with pytest.raises(UsageError, match="sampling_params"):
+        check_request([1], params, "", None)
+
+
+@pytest.mark.parametrize("salt", [5, b"salt", ["salt"]])
+def test_a_salt_is_text(salt: Any) -> None:
+    with pytest.raises(UsageError, match="cache_salt"):
+        check_request([1], {}, salt, None)

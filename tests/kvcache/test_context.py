@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import subprocess
+import sys
 import threading
+import traceback
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -224,3 +227,39 @@ async def test_two_loops_use_one_context() -> None:
         kv = kv_of(4)
         assert await asyncio.to_thread(lambda: asyncio.run(ctx.store(kv, range(4))))
         assert await ctx.lookup(range(4)) == 4
+
+
+@pytest.mark.parametrize("name", ["", "a\nb", "a\0", "\ud800", 5])
+def test_a_name_that_no_model_has(name: Any) -> None:
+    with pytest.raises(UsageError, match="model_name"):
+        lmc_sdk.connect(URL, model_name=name, geometry=GEOMETRY)
+
+
+@pytest.mark.parametrize(
+    ("url", "http_url"),
+    [
+        ("tcp://user:hunter2@localhost:5555", "http://localhost:8080"),
+        ("grpc://hunter2@localhost:5555", "http://localhost:8080"),
+        ("tcp://localhost:5555", "http://user:hunter2@localhost:8080"),
+        ("tcp://localhost:5555", "http://localhost:8080/?key=hunter2"),
+        ("https://user:hunter2@localhost:8080", None),
+        ("tcp://user:hunter2/x@localhost:5555", "http://localhost:8080"),
+    ],
+)
+def test_an_address_with_a_secret_is_refused_and_not_repeated(url: str, http_url: str | None) -> None:
+    with pytest.raises(UsageError) as caught:
+        lmc_sdk.connect(url, http_url, "m")
+    assert "hunter2" not in "".join(traceback.format_exception(caught.value))
+
+
+def test_contexts_opened_side_by_side_wait_for_the_first_import() -> None:
+    code = (
+        "import asyncio; from lmcache_stream import aconnect, CacheConnectionError\n"
+        "async def refused(delay):\n"
+        "    await asyncio.sleep(delay)\n"
+        "    try: await aconnect('tcp://127.0.0.1:1', 'http://127.0.0.1:1')\n"
+        "    except CacheConnectionError: pass\n"
+        "async def main(): await asyncio.gather(*(refused(number / 20) for number in range(60)))\n"
+        "asyncio.run(main())"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
+import logging
 import math
 import warnings
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import aiohttp
 import torch
 
+from lmcache_stream.addresses import check_address
 from lmcache_stream.errors import (
     CacheConnectionError,
     CacheError,
@@ -44,6 +46,7 @@ from lmcache_stream.kvcache.mp.discovery import (
     ModelLayout,
     ServerFacts,
     ServerState,
+    check_http_url,
     check_server,
     discover,
     fetch_json,
@@ -83,6 +86,8 @@ if TYPE_CHECKING:
 __all__ = ["MPKVCacheContext", "open_context"]
 
 T = TypeVar("T")
+
+logger: logging.Logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT = 3.0
 """Seconds for each of the few questions that connecting asks."""
@@ -124,7 +129,7 @@ class MPKVCacheContext(AsyncKVCacheContext):
         executor: TransferExecutor | None = None,
         populate: bool = False,
     ) -> None:
-        self.model_name = facts.model.model_name
+        self.model_name: str = facts.model.model_name
         self.timeout = timeout
         self.facts = facts
         self._transport = transport
@@ -335,18 +340,19 @@ class MPKVCacheContext(AsyncKVCacheContext):
             self._closing = detach(self._close_in_time())
         await asyncio.shield(self._closing)
 
-    async def start(self, *, serve: bool = False) -> None:
+    async def start(self, *, serve: bool = False, timeout: float = CONNECT_TIMEOUT) -> None:
         """Register at the server and map its shared memory.
 
         Args:
             serve: Register the model's own name as well, and that of its queries: for a cache without an engine.
+            timeout: Seconds for each registration.
         """
         await anext(self._loop_end)
         layout = self._layout_to_read_with()
-        self._reader = await self._registry.client(layout, timeout=CONNECT_TIMEOUT)
+        self._reader = await self._registry.client(layout, timeout=timeout)
         if serve:
             for name in (self.model_name, _name(self.model_name, CacheKind.QUERY)):
-                client = await self._registry.client(layout, timeout=CONNECT_TIMEOUT, model_name=name)
+                client = await self._registry.client(layout, timeout=timeout, model_name=name)
                 self._served[name] = client
 
     # What a chunk is.
@@ -606,7 +612,7 @@ class MPKVCacheContext(AsyncKVCacheContext):
             views.append(view)
         errand.check()
         with self._lease(client, views) as lease:
-            chunks = [await self._chunks(of_rank, lease) for of_rank in prepared]
+            chunks = [await self._chunks(of_rank, lease, hit) for of_rank in prepared]
             if any(len(of_rank) != hit for of_rank in chunks):
                 raise CacheProtocolError(
                     f"the cache server gave {[len(of_rank) for of_rank in chunks]} chunks, not {hit}"
@@ -617,10 +623,10 @@ class MPKVCacheContext(AsyncKVCacheContext):
             await session.commit_retrieve(rank)
         return result
 
-    async def _chunks(self, prepared: PreparedRetrieve, lease: Lease | None) -> list[Tensor]:
+    async def _chunks(self, prepared: PreparedRetrieve, lease: Lease | None, count: int) -> list[Tensor]:
         if prepared.context.slots:
-            return _views(prepared.context.slots, lease)
-        return await self._executor.run(load_tensors, prepared.data)
+            return _views(prepared.context.slots[: count + 1], lease)
+        return await self._executor.run(load_tensors, prepared.data, count)
 
     @contextlib.contextmanager
     def _lease(self, client: Client, views: list[PoolView]) -> Any:
@@ -749,7 +755,9 @@ class MPKVCacheContext(AsyncKVCacheContext):
     def _targets(
         self, slots: StoreSlots, lease: Lease, codec: Codec, dtype: torch.dtype, count: int
     ) -> list[tuple[int, Tensor]]:
-        indices, places = slots.chunk_indices or (), slots.slots or ()
+        if slots.slots is None:
+            raise CacheProtocolError("the cache server offers no shared memory, which it said it has")
+        indices, places = slots.chunk_indices or (), slots.slots
         if len(indices) != len(places) or len(set(indices)) != len(indices):
             raise CacheProtocolError(f"the cache server offers {len(places)} slots for the chunks {list(indices)}")
         if any(not 0 <= index < count for index in indices):
@@ -776,8 +784,8 @@ class MPKVCacheContext(AsyncKVCacheContext):
         count: int,
     ) -> StoreOutcome:
         # The server does not say which of pickled chunks it took: compare what it has afterwards.
-        async with self._looked_up(errand, ids, salt, kind) as (_, before):
-            pass
+        async with self._session(errand, ids, salt, kind) as session:
+            before = await session.lookup()
 
         def pickled(kv: Tensor, rank: int) -> bytes:
             shape = codec.stored_shape(self.chunk_size)
@@ -1042,7 +1050,7 @@ async def open_context(
         url: Its request endpoint, `tcp://host:port`, `ipc://path`, `grpc://host:port` or `grpc+unix://path`.
         http_url: Its HTTP address, such as `http://localhost:8080`.
         model_name: The model's name in the cache, which is vLLM's `--model`; None: the only one registered.
-        timeout: Seconds that each call takes at most unless it says otherwise.
+        timeout: Seconds that connecting, a probe left out, and later each call takes at most unless it says otherwise.
         geometry: Shape of the KV, where the server does not tell, or to be checked against what it tells.
         probe: An engine to prove the reading of the KV with.
         executor: Where copies run; None: the process's own.
@@ -1056,16 +1064,23 @@ async def open_context(
         CacheConnectionError: The server cannot be reached or used; the message says what to change.
         GeometryError: What is known of the KV is contradictory.
     """
-    check_timeout(timeout)
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + check_timeout(timeout)
+
+    def left() -> float:
+        return max(0.001, min(CONNECT_TIMEOUT, deadline - loop.time()))
+
+    check_address(url, "url")
     if http_url is None:
         raise UsageError(f"{url} needs the same server's HTTP address: http_url='http://host:8080' (its --http-port)")
+    check_http_url(http_url)
     if serve and (model_name is None or geometry is None):
         raise UsageError("serve=True needs model_name and geometry: nobody else tells them")
     transport = open_transport(url, lanes=lanes)
     context: MPKVCacheContext | None = None
     try:
-        facts = await _discover(url, http_url, model_name, geometry if serve else None)
-        chunk_size = await transport.call(GET_CHUNK_SIZE, timeout=CONNECT_TIMEOUT)
+        facts = await _discover(url, http_url, model_name, geometry if serve else None, left)
+        chunk_size = await transport.call(GET_CHUNK_SIZE, timeout=left())
         if chunk_size != facts.chunk_size:
             raise CacheConnectionError(
                 f"{url} has chunks of {chunk_size} tokens, but {http_url} says {facts.chunk_size}: url and http_url "
@@ -1081,9 +1096,11 @@ async def open_context(
             executor=executor,
             populate=populate,
         )
-        await context.start(serve=serve)
+        await context.start(serve=serve, timeout=left())
         if probe is not None:
             await context.probe(probe)
+        shape = context.geometry
+        logger.info("connected to %s: %s, chunks of %d tokens, %s", url, facts.model.described, chunk_size, shape)
     except BaseException:
         closing = context.close() if context is not None else transport.close()
         await finish(asyncio.ensure_future(closing), CLOSE_TIMEOUT)
@@ -1091,17 +1108,17 @@ async def open_context(
     return context
 
 
-async def _discover(url: str, http_url: str, model_name: str | None, served: KVGeometry | None) -> ServerFacts:
-    base = http_url.rstrip("/")
-    if not base.startswith(("http://", "https://")):
-        raise UsageError(f"http_url must start with http:// or https://, not {http_url!r}")
-    answer = await _fetch_json(f"{base}/config", missing_ok=True)
+async def _discover(
+    url: str, http_url: str, model_name: str | None, served: KVGeometry | None, left: Callable[[], float]
+) -> ServerFacts:
+    base = check_http_url(http_url)
+    answer = await _fetch_json(f"{base}/config", missing_ok=True, timeout=left())
     if answer is None:
-        answer = await _fetch_json(f"{base}/conf")
+        answer = await _fetch_json(f"{base}/conf", timeout=left())
     config = parse_config(answer, url=f"{base}/config")
     check_server(config, url=url, http_url=base)
     if served is None:
-        return await discover(base, model_name, timeout=CONNECT_TIMEOUT)
+        return await discover(base, model_name, timeout=left())
     assert model_name is not None
     model = ModelLayout(
         model_name=model_name,

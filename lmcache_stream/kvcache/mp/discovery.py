@@ -11,14 +11,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
 import torch
 
+from lmcache_stream.addresses import check_address, shown
 from lmcache_stream.errors import CacheConnectionError, CacheProtocolError, GeometryError, UsageError
 from lmcache_stream.geometry import KVGeometry
 from lmcache_stream.kvcache.mp.codec import format_kind
+from lmcache_stream.kvcache.mp.pool import DTYPES
 
 __all__ = [
     "QUERY_SUFFIX",
@@ -27,6 +30,7 @@ __all__ = [
     "ServerConfig",
     "ServerFacts",
     "ServerState",
+    "check_http_url",
     "check_server",
     "discover",
     "fetch_json",
@@ -41,6 +45,13 @@ SCRATCH_PREFIX = "lmcache-stream:"
 
 # Query tensors lie under the model's name with this after it.
 QUERY_SUFFIX = "##query"
+
+# A server that says more than these is none: what depends on such a number would never end.
+_MOST_CHUNK_TOKENS = 1 << 20
+_MOST_RANKS = 1 << 10
+_MOST = 1 << 31
+_MOST_BYTES = 1 << 24
+_EXCERPT = 200
 
 # What a caller may tell otherwise than the model's configuration does.
 _CORRECTABLE = frozenset({"rotary", "rotary_unknown", "layer_types", "num_heads"})
@@ -162,7 +173,7 @@ def parse_config(config: Any, *, url: str = "/config") -> ServerConfig:
     """
     mp = _map(_map(config).get("mp"))
     chunk_size = mp.get("chunk_size")
-    if not isinstance(chunk_size, int) or isinstance(chunk_size, bool) or chunk_size < 1:
+    if not isinstance(chunk_size, int) or isinstance(chunk_size, bool) or not 1 <= chunk_size <= _MOST_CHUNK_TOKENS:
         raise CacheProtocolError(
             f"{url} does not tell the chunk size (mp.chunk_size): is it the HTTP address of an LMCache MP server "
             "(lmcache server --http-port)?"
@@ -218,7 +229,7 @@ def parse_status(status: Any, model_name: str | None = None, *, url: str = "/sta
 def _choose(
     by_name: Mapping[str, list[Mapping[str, Any]]], model_name: str | None, url: str
 ) -> tuple[str, list[Mapping[str, Any]]]:
-    served = ", ".join(map(repr, by_name)) or "none"
+    served = ", ".join(map(repr, by_name))[:_EXCERPT] or "none"
     if model_name is None:
         if len(by_name) != 1:
             raise CacheConnectionError(
@@ -235,14 +246,17 @@ def _choose(
 
 
 def _layout(model_name: str, entries: list[Mapping[str, Any]]) -> ModelLayout:
-    world_sizes = {_count(entry.get("world_size")) or 1 for entry in entries}
+    world_sizes = {_count(entry.get("world_size", 1)) or 0 for entry in entries}
     detailed = [layout for entry in entries if (layout := _map(entry.get("kv_cache_layout")))]
     if len(world_sizes) > 1:
         raise GeometryError(
             f"{model_name!r} is registered with {' and '.join(map(str, sorted(world_sizes)))} ranks at once: "
             "one cache server serves one tensor-parallel size of a model"
         )
-    common = ModelLayout(model_name=model_name, world_size=world_sizes.pop(), workers=len(entries))
+    world_size = world_sizes.pop()
+    if not 1 <= world_size <= _MOST_RANKS:
+        raise GeometryError(f"{model_name!r} is registered with a number of ranks that cannot be")
+    common = ModelLayout(model_name=model_name, world_size=world_size, workers=len(entries))
     if detailed:
         # The newest registration of a model is the one that the server goes by.
         return _with_groups(common, detailed[-1])
@@ -330,7 +344,7 @@ def _concrete_sizes(name: str, shape: Any) -> dict[str, int]:
     """Sizes by label, from a shape such as "32 x [2, 2048, 16, 8, 128]" and the format's name, label for label."""
     labels = re.split(r"_X_|_", name)
     numbers = re.findall(r"\d+|NP", shape) if isinstance(shape, str) and not shape.startswith("Unknown") else []
-    if len(numbers) != len(labels):
+    if len(numbers) != len(labels) or any(len(number) > len(str(_MOST)) for number in numbers):
         return {}
     return {label: int(number) for label, number in zip(labels, numbers, strict=True) if number.isdecimal()}
 
@@ -433,10 +447,10 @@ def _check_width(layout: ModelLayout, geometry: KVGeometry, source: Mapping[str,
 
 def find_model_config(model_name: str) -> Path | None:
     """Find the `config.json` of a model whose name is a local path; None where there is none."""
-    path = Path(model_name).expanduser() / "config.json"
     try:
+        path = Path(model_name).expanduser() / "config.json"
         return path if path.is_file() else None
-    except OSError:
+    except (OSError, ValueError, RuntimeError):  # a name need not be a path at all
         return None
 
 
@@ -462,6 +476,21 @@ def check_server(config: ServerConfig, *, url: str, http_url: str) -> None:
         )
 
 
+def check_http_url(http_url: str) -> str:
+    """Return `http_url` without a slash at its end.
+
+    Raises:
+        UsageError: It is no HTTP address, or holds credentials.
+    """
+    parts = urlsplit(check_address(http_url, "http_url"))
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise UsageError(
+            f"http_url must start with http:// or https:// and have a host, and nothing behind the path: not "
+            f"{shown(http_url)!r}"
+        )
+    return http_url.rstrip("/")
+
+
 async def discover(http_url: str, model_name: str | None = None, *, timeout: float = 5.0) -> ServerFacts:
     """Ask a server's HTTP API about itself and about one model.
 
@@ -476,9 +505,7 @@ async def discover(http_url: str, model_name: str | None = None, *, timeout: flo
         GeometryError: The model's layout is not supported.
         UsageError: `http_url` is no HTTP address.
     """
-    base = http_url.rstrip("/")
-    if not base.startswith(("http://", "https://")):
-        raise UsageError(f"http_url must start with http:// or https://, not {http_url!r}")
+    base = check_http_url(http_url)
     limit = aiohttp.ClientTimeout(total=timeout)
     async with aiohttp.ClientSession(timeout=limit) as session:
         url, answer = f"{base}/config", await fetch_json(session, f"{base}/config", missing_ok=True)
@@ -494,19 +521,23 @@ async def fetch_json(session: aiohttp.ClientSession, url: str, *, missing_ok: bo
 
     Raises:
         CacheConnectionError: No answer, or an error as the answer; the message has the URL.
-        CacheProtocolError: The answer is no JSON.
+        CacheProtocolError: The answer is no JSON, or has no end.
     """
+    body = bytearray()
     try:
         async with session.get(url, allow_redirects=False) as response:
-            body = await response.read()
+            while len(body) <= _MOST_BYTES and (data := await response.content.readany()):
+                body += data
     except TimeoutError as error:
         raise CacheConnectionError(
             f"{url} did not answer in time: is the LMCache server up, and is this its HTTP port?"
         ) from error
     except (aiohttp.ClientError, ValueError) as error:
         raise CacheConnectionError(
-            f"cannot reach {url} ({error}): start the LMCache server, or correct http_url"
+            f"cannot reach {url} ({str(error)[:_EXCERPT]}): start the LMCache server, or correct http_url"
         ) from error
+    if len(body) > _MOST_BYTES:
+        raise CacheProtocolError(f"{url} answers more than {_MOST_BYTES} bytes: is it an LMCache MP server's?")
     if response.status == 404 and missing_ok:
         return None
     if response.status == 503:
@@ -518,16 +549,16 @@ async def fetch_json(session: aiohttp.ClientSession, url: str, *, missing_ok: bo
         )
     try:
         return msgspec.json.decode(body)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CacheProtocolError(
             f"{url} answers no JSON{_excerpt(body)}: is it the HTTP address of an LMCache MP server "
             "(lmcache server --http-port)?"
         ) from error
 
 
-def _excerpt(body: bytes) -> str:
-    text = " ".join(body[:200].decode("utf-8", "replace").split())
-    return f" ({text})" if text else ""
+def _excerpt(body: bytes | bytearray) -> str:
+    text = " ".join(body[:_EXCERPT].decode("utf-8", "replace").split())
+    return f" ({''.join(c if c.isprintable() else '?' for c in text)})" if text else ""
 
 
 def _map(value: Any) -> Mapping[str, Any]:
@@ -539,9 +570,8 @@ def _text(value: Any) -> str | None:
 
 
 def _count(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST else None
 
 
 def _dtype(value: Any) -> torch.dtype | None:
-    dtype = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else None
-    return dtype if isinstance(dtype, torch.dtype) else None
+    return DTYPES.get(value.removeprefix("torch.")) if isinstance(value, str) else None

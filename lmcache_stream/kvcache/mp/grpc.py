@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import re
 import uuid
@@ -16,6 +17,7 @@ import grpc.aio
 import msgspec
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
+from lmcache_stream import observe
 from lmcache_stream.errors import CacheConnectionError, CacheError, CacheProtocolError, CacheTimeout, UsageError
 from lmcache_stream.kvcache.mp.wire import (
     OPERATIONS,
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
 __all__ = ["GrpcTransport", "Method", "load_methods"]
 
 R = TypeVar("R")
+
+logger: logging.Logger = logging.getLogger(__name__)
 
 CONNECT_GRACE = 4.0
 """Seconds that a request waits for a connection that is not there."""
@@ -196,13 +200,17 @@ class GrpcTransport:
 
     async def call(self, operation: Operation[R], *args: Any, timeout: float, lane: int = 0) -> R:
         """See `Transport.call`; a request that the server refuses raises `CacheError` with the server's own words."""
+        with observe.rpc(operation.name, self.url, logger):
+            return await self._call(operation, args, timeout, lane)
+
+    async def _call(self, operation: Operation[R], args: tuple[Any, ...], timeout: float, lane: int) -> R:
         connection = self._connection(lane)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
         large = any(isinstance(arg, bytes) and len(arg) > LARGE for arg in args)
         body = await asyncio.to_thread(encode_request, operation, args) if large else encode_request(operation, args)
         try:
-            await self._connected(connection, operation, min(CONNECT_GRACE, timeout))
+            await self._connected(connection, operation, min(CONNECT_GRACE, deadline - loop.time()))
             left = max(deadline - loop.time(), 0.001)
             under_way = connection.method(operation)(
                 body, timeout=left if left < math.inf else None, metadata=connection.metadata

@@ -7,6 +7,7 @@ import ctypes
 import math
 import mmap
 import os
+import stat
 import threading
 from typing import TYPE_CHECKING, Literal
 
@@ -21,7 +22,19 @@ if TYPE_CHECKING:
 
     from lmcache_stream.kvcache.mp.wire import Slot
 
-__all__ = ["Lease", "Pool", "torch_dtype"]
+__all__ = ["DTYPES", "MOST_DIMENSIONS", "Lease", "Pool", "torch_dtype"]
+
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+DTYPES = {
+    name: dtype
+    for name, dtype in vars(torch).items()  # getattr would import what a server names
+    if isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype in _INTEGERS)
+}
+"""The dtypes that KV can have, by the names that torch has for them."""
+
+MOST_DIMENSIONS = 8
+"""A chunk has four or five."""
 
 _MADV_POPULATE_WRITE = 23
 _POPULATE_BYTES = 64 << 20
@@ -29,14 +42,14 @@ _SPANS = 256
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Find a dtype by its name, with or without `torch.`.
+    """Find a dtype of `DTYPES` by its name, with or without `torch.`.
 
     Raises:
         CacheProtocolError: There is no such dtype.
     """
-    dtype = getattr(torch, name.removeprefix("torch."), None)
-    if not isinstance(dtype, torch.dtype):
-        raise CacheProtocolError(f"the cache server names a dtype that does not exist: {name!r}")
+    dtype = DTYPES.get(name.removeprefix("torch."))
+    if dtype is None:
+        raise CacheProtocolError(f"the cache server names a dtype that no KV has: {name[:40]!r}")
     return dtype
 
 
@@ -55,11 +68,11 @@ class Pool:
     """
 
     def __init__(self, name: str, *, populate: Literal["filled", "all"] | None = "filled") -> None:
-        self.name = name.lstrip("/")
-        if not self.name or "/" in self.name:
-            raise CacheProtocolError(f"the cache server names an impossible shared-memory segment: {name!r}")
+        self.name: str = name.lstrip("/")
+        if not self.name.isprintable() or self.name in ("", ".", "..") or "/" in self.name:
+            raise CacheProtocolError(f"the cache server names an impossible shared-memory segment: {name[:300]!r}")
         try:
-            descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError as error:
             raise CacheConnectionError(
                 f"the cache server's shared memory cannot be opened ({self._path}: {error.strerror}): run on the same "
@@ -67,10 +80,10 @@ class Pool:
             ) from error
         try:
             found = os.fstat(descriptor)
-            self.identity = (found.st_dev, found.st_ino, found.st_size)
-            self.size = found.st_size
-            if self.size == 0:
-                raise CacheProtocolError(f"the cache server's shared memory {self._path} is empty")
+            self.identity: tuple[int, int, int] = (found.st_dev, found.st_ino, found.st_size)
+            self.size: int = found.st_size
+            if self.size == 0 or not stat.S_ISREG(found.st_mode):
+                raise CacheProtocolError(f"the cache server's shared memory {self._path} is empty, or none")
             spans = _filled(descriptor, self.size) if populate == "filled" else [(0, self.size)]
             self._bytes: Tensor | None = torch.frombuffer(mmap.mmap(descriptor, self.size), dtype=torch.uint8)
         finally:
@@ -116,10 +129,11 @@ class Pool:
 
 
 class Lease:
-    """The right to look at slots of a pool."""
+    """The right to look at slots of a pool, all of them together no larger than it."""
 
     def __init__(self, pool: Tensor) -> None:
         self._pool: Tensor | None = pool
+        self._left: int = pool.numel()
 
     def view(self, slot: Slot) -> Tensor:
         """Look at a slot as a tensor of its shape and dtype; writing to it writes to the cache.
@@ -138,6 +152,9 @@ class Lease:
                 f"the cache server names a slot that does not fit: offset {slot.offset}, length {slot.length}, shape "
                 f"{list(slot.shape)} of {slot.dtype}, in a pool of {size} bytes"
             )
+        self._left -= wanted
+        if self._left < 0:
+            raise CacheProtocolError(f"the cache server names slots of more than the {size} bytes of its pool")
         if slot.offset % dtype.itemsize:
             raise CacheProtocolError(f"the cache server names a slot of {slot.dtype} at the odd offset {slot.offset}")
         return self._pool[slot.offset : slot.offset + wanted].view(dtype).view(slot.shape)
@@ -148,8 +165,8 @@ class Lease:
 
 
 def _bytes_of(shape: Sequence[int], dtype: torch.dtype) -> int:
-    if any(extent < 1 for extent in shape):
-        raise CacheProtocolError(f"the cache server names a slot of shape {list(shape)}")
+    if len(shape) > MOST_DIMENSIONS or any(extent < 1 for extent in shape):
+        raise CacheProtocolError(f"the cache server names a slot of shape {list(shape[: MOST_DIMENSIONS + 1])}")
     return math.prod(shape) * dtype.itemsize
 
 

@@ -56,16 +56,24 @@ class ProbeTarget(Protocol):
     """What a probe needs of a context."""
 
     @property
-    def model_name(self) -> str: ...
+    def model_name(self) -> str:
+        """Name of the model in the cache."""
+        ...
 
     @property
-    def chunk_size(self) -> int: ...
+    def chunk_size(self) -> int:
+        """Tokens a chunk."""
+        ...
 
     @property
-    def geometry(self) -> KVGeometry | None: ...
+    def geometry(self) -> KVGeometry | None:
+        """Shape of the KV, as far as known."""
+        ...
 
     @property
-    def executor(self) -> TransferExecutor: ...
+    def executor(self) -> TransferExecutor:
+        """Where copies run."""
+        ...
 
     async def wait_for(self, tokens: Sequence[int], *, timeout: float, cache_salt: str = "") -> int:
         """Wait until the tokens are cached; returns how many are."""

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Client", "Layout", "PoolView", "Registry"]
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,7 @@ class Client:
 
     Attributes:
         times_asked: How often it was asked for.
+        asking: How many times it is being asked for now.
         times_registered: How often it was made, and its pool mapped.
         writing: Stores under way, which may have reserved something.
         lost: Stores that have ended and may have left something reserved, which the end of the client would publish.
@@ -69,6 +70,7 @@ class Client:
     model_name: str
     layout: Layout
     times_asked: int = 0
+    asking: int = 0
     times_registered: int = 0
     writing: set[object] = field(default_factory=set)
     lost: set[object] = field(default_factory=set)
@@ -129,6 +131,7 @@ class Registry:
         async with self._lock:
             if client.times_registered == seen:
                 await self._register(client, timeout)
+                logger.info("registered again at %s, which had forgotten us", self._transport.url)
                 client.lost.clear()
 
     async def forgotten(self, client: Client) -> bool:
@@ -163,8 +166,12 @@ class Registry:
             use_mla=layout.one_plane,
         )
         client.times_asked += 1  # from now on, until the pool is mapped, slots of a new one may be named
-        registered = await self._transport.call(REGISTER, payload, timeout=timeout)
-        self.pool = await asyncio.to_thread(self._mapped, registered.shm_name.lstrip("/"))
+        client.asking += 1
+        try:
+            registered = await self._transport.call(REGISTER, payload, timeout=timeout)
+            self.pool = await asyncio.to_thread(self._mapped, registered.shm_name.lstrip("/"))
+        finally:
+            client.asking -= 1
         client.times_registered += 1
 
     def _mapped(self, shm_name: str) -> Pool | None:

@@ -71,7 +71,7 @@ WAIT_SLICE = 0.5
 END_TIMEOUT = 2.0
 """Seconds for the end of a session, which the server does not answer if nobody serves the model any more."""
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 
 class AbandonedError(Exception):
@@ -440,7 +440,7 @@ class Session:
         errand = self._errand
         lane = self._lane if operation.moves_data else 0
         call = detach(self._transport.call(operation, *args, timeout=errand.remaining + linger, lane=lane))
-        seen = client.times_registered if client is not None else 0
+        asked, asking = (client.times_asked, client.asking) if client is not None else (0, 0)
         doubts: list[asyncio.Task[bool]] = []
         keep = False
         try:
@@ -452,7 +452,8 @@ class Session:
                     forgotten = detach(self._forgotten(client))
                     doubts.append(forgotten)
                     await _first([call, forgotten, errand.gone], max(errand.remaining, PATIENCE))
-                    again = client.times_registered != seen
+                    # Another call may be registering it: then it is known by now, but was not when this one came.
+                    again = asking > 0 or client.times_asked != asked
                     if not call.done() and (again or (forgotten.done() and forgotten.result())):
                         keep = keep_as is not None
                         raise ForgottenError

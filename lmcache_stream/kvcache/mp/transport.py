@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from lmcache_stream import observe
 from lmcache_stream.errors import CacheConnectionError, CacheError, CacheProtocolError, CacheTimeout, UsageError
 from lmcache_stream.kvcache.mp.wire import NOOP, Operation, decode_result, encode_request, is_large, split_reply
 
@@ -33,7 +34,13 @@ PATIENCE = 1.0
 CONNECT_GRACE = 4.0
 """Seconds that a request waits for a connection that is not there."""
 
-logger = logging.getLogger(__name__)
+LONGEST_ANSWER = 1 << 24
+"""Bytes of a frame on the control connection, which carries no chunks."""
+
+LONGEST_DATA = (1 << 32) + (1 << 20)
+"""Bytes of a frame on the others: MessagePack has no bytes longer than 4 GiB."""
+
+logger: logging.Logger = logging.getLogger(__name__)
 
 
 @runtime_checkable
@@ -105,8 +112,9 @@ def silence(url: str, operation: Operation[Any], timeout: float, *, alive: bool)
 class _Lane:
     """One DEALER socket, its monitor, and what waits to be sent on it. Belongs to the I/O thread."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], url: str) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], url: str, longest: int) -> None:
         self.socket = context.socket(zmq.DEALER)
+        self.socket.maxmsgsize = longest
         self.socket.linger = 0
         self.socket.sndhwm = self.socket.rcvhwm = 0
         # What waits for a connection waits with us, where it is dropped when nobody wants it any more.
@@ -135,7 +143,7 @@ class ZmqTransport:
     def __init__(self, url: str, *, lanes: int = 2) -> None:
         self.url = url
         self.lanes = lanes
-        self.dropped = 0
+        self.dropped: int = 0
         self._uids = itertools.count(1)
         self._pending: dict[int, _Request] = {}
         self._outbox: deque[_Request] = deque()
@@ -145,7 +153,8 @@ class ZmqTransport:
         self._woken.setblocking(False)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         try:
-            self._connections = [_Lane(self._context, url) for _ in range(lanes + 1)]
+            longest = [LONGEST_ANSWER, *[LONGEST_DATA] * lanes]
+            self._connections = [_Lane(self._context, url, of_lane) for of_lane in longest]
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             self._wake.close()
@@ -156,8 +165,13 @@ class ZmqTransport:
 
     async def call(self, operation: Operation[R], *args: Any, timeout: float, lane: int = 0) -> R:
         """See `Transport.call`."""
+        with observe.rpc(operation.name, self.url, logger):
+            return await self._call(operation, args, timeout, lane)
+
+    async def _call(self, operation: Operation[R], args: tuple[Any, ...], timeout: float, lane: int) -> R:
         if self._closing:
             raise CacheConnectionError(f"the connection to {self.url} is closed")
+        deadline = asyncio.get_running_loop().time() + timeout
         uid = next(self._uids)
         if is_large(args):
             frames = await asyncio.to_thread(encode_request, uid, operation, args)
@@ -166,8 +180,8 @@ class ZmqTransport:
         request = _Request(uid, operation, frames, lane)
         timers = [
             request.loop.call_later(min(PATIENCE, timeout / 2), self._ask_if_alive, request),
-            request.loop.call_later(min(CONNECT_GRACE, timeout), self._give_up_unsent, request),
-            request.loop.call_later(timeout, self._give_up, request, timeout),
+            request.loop.call_at(min(request.loop.time() + CONNECT_GRACE, deadline), self._give_up_unsent, request),
+            request.loop.call_at(deadline, self._give_up, request, timeout),
         ]
         self._submit(request)
         try:
@@ -291,7 +305,9 @@ class ZmqTransport:
             try:
                 uid, operation, result = split_reply([frame.buffer for frame in frames])
             except CacheProtocolError as error:
-                logger.warning("dropped from %s: %s", self.url, error)
+                # A peer that sends nonsense may send a lot of it.
+                level = logging.WARNING if self.dropped == 0 else logging.DEBUG
+                logger.log(level, "dropped from %s: %s", self.url, error)
                 self.dropped += 1
                 continue
             request = self._pending.pop(uid, None)

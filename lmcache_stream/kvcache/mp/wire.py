@@ -264,7 +264,7 @@ def decode_result(operation: Operation[R], frame: Buffer | None) -> R:
             result = _decode_result[operation.name](frame)
         elif operation.result not in (None, int | None):
             raise CacheProtocolError(f"the cache server answered {operation.name} with nothing")
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CacheProtocolError(f"the cache server's answer to {operation.name} cannot be read: {error}") from error
     if isinstance(result, _PreparedRetrieveFrame):
         result = PreparedRetrieve(result.success, b"" if result.data is None else result.data, result.context)

@@ -238,3 +238,18 @@ def test_an_unknown_format_is_refused_by_name() -> None:
         codec_for(facts("NL_X_NB_BSV_BSS"), KV)
     with pytest.raises(GeometryError, match="NL_X_NB_BS_HS and NL_X_NB_NH_BS_CS"):
         codec_for(facts("NL_X_NB_BS_HS", "NL_X_NB_NH_BS_CS"), KV)
+
+
+def test_cpu_packing_needs_whole_blocks() -> None:
+    with pytest.raises(GeometryError, match="even block size, not 31"):
+        CPUPacked(4, 2, 64, 31)
+    with pytest.raises(GeometryError, match=r"without the engine's block size: KVGeometry\(block_size"):
+        CPUPacked(4, 2, 64, None)
+    with pytest.raises(GeometryError, match="64 tokens is not whole blocks of 48"):
+        CPUPacked(4, 2, 64, 48).stored_shape(64)
+
+
+def test_heads_before_slots_need_a_block_size() -> None:
+    with pytest.raises(GeometryError, match=r"block size is needed, give KVGeometry\(block_size"):
+        codec_candidates(facts("NL_X_NB_NH_BS_CS", block_size=None), KV)
+    assert [codec.name for codec in codec_candidates(facts("NL_X_NB_NH_BS_CS", block_size=48), KV)] == ["fused"]

@@ -852,6 +852,27 @@ async def test_a_registration_made_again_by_another_call_serves_all(shm_server: 
     assert shm_server.clients == []
 
 
+async def test_a_call_refused_while_another_registers_again_is_made_again(
+    shm_server: FakeCacheServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_module, "PATIENCE", 0.1)
+    others = [7, *TOKENS[1:]]
+    async with opened(shm_server) as context:
+        await context.put(made_kv(seed=1), TOKENS)
+        await context.put(made_kv(seed=2), others)
+        shm_server.forget()
+        registering = shm_server.fault(wire.REGISTER, "hold")
+        first = asyncio.create_task(context.retrieve(TOKENS))
+        await asyncio.to_thread(registering.struck.wait)
+        refused = shm_server.fault(wire.PREPARE_RETRIEVE, "ignore")
+        second = asyncio.create_task(context.retrieve(others, timeout=4))
+        await asyncio.to_thread(refused.struck.wait)
+        registering.release()
+        found = await asyncio.gather(first, second)
+    assert all(kv is not None and torch.equal(kv, made_kv(seed=seed)) for seed, kv in enumerate(found, 1))
+    assert shm_server.held == {}
+
+
 async def test_slots_of_an_earlier_registration_are_not_read(
     shm_server: FakeCacheServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -993,12 +1014,17 @@ async def test_a_result_that_is_there_survives_a_broken_connection(shm_server: F
     assert torch.equal(found, kv)
 
 
-async def test_a_server_without_a_status_can_still_be_stored_to(
-    shm_server: FakeCacheServer, shm_ctx: MPKVCacheContext
-) -> None:
-    shm_server.http_status = 503
-    assert await shm_ctx.put(made_kv(), TOKENS) == StoreOutcome(4, taken=4)
-    shm_server.http_status = 200
+async def test_a_server_without_a_status_can_still_be_stored_to(server: FakeCacheServer, ctx: MPKVCacheContext) -> None:
+    server.http_status = 503
+    assert await ctx.put(made_kv(), TOKENS) == StoreOutcome(4, taken=4)
+    server.http_status = 200
+
+
+async def test_no_slots_at_all_are_no_lack_of_room(shm_server: FakeCacheServer) -> None:
+    async with opened(shm_server) as context:
+        shm_server.fault(wire.PREPARE_STORE, "wrong-type")
+        with pytest.raises(CacheProtocolError, match="no shared memory"):
+            await context.put(made_kv(), TOKENS)
 
 
 def test_a_context_of_another_loop_is_refused(shm_server: FakeCacheServer) -> None:

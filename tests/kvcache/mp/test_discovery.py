@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import traceback
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,7 +77,18 @@ def test_config_without_shared_memory(shm_name: str | None) -> None:
 
 
 @pytest.mark.parametrize(
-    "answer", [[], None, "ok", {}, {"mp": []}, {"mp": {}}, {"mp": {"chunk_size": "32"}}, {"mp": {"chunk_size": 0}}]
+    "answer",
+    [
+        [],
+        None,
+        "ok",
+        {},
+        {"mp": []},
+        {"mp": {}},
+        {"mp": {"chunk_size": "32"}},
+        {"mp": {"chunk_size": 0}},
+        {"mp": {"chunk_size": 1 << 40}},
+    ],
 )
 def test_config_that_is_none(answer: Any) -> None:
     with pytest.raises(CacheProtocolError, match=r"http://h/config.*--http-port"):
@@ -132,6 +144,15 @@ def test_groups_of_different_geometry_are_refused_by_name() -> None:
     )
     with pytest.raises(GeometryError, match=r"NL_X_TWO_NB_BS_NH_HS, 8 heads of 128.*NL_X_NB_BS_HS"):
         parse_status(status, MODEL)
+
+
+@pytest.mark.parametrize("dtype", ["torch._dynamo", "complex64", "float13", 5])
+def test_a_dtype_that_no_kv_has_is_not_known(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(torch, "__getattr__", asked.append)
+    status = pulled(group("NL_X_TWO_NB_BS_NH_HS", "4 x [2, 2048, 16, 8, 128]", dtype=dtype))
+    assert parse_status(status, MODEL).model.dtype is None
+    assert not asked
 
 
 def test_an_unreadable_format_is_refused_by_name() -> None:
@@ -334,6 +355,10 @@ JSON, TEXT = "application/json", "text/plain"
         ((500, TEXT, b"oops"), CacheProtocolError, r"500.*oops"),
         ((302, TEXT, b""), CacheProtocolError, "302"),
         ((200, JSON, b""), CacheProtocolError, "no JSON"),
+        ((200, JSON, b"[" * 100_000), CacheProtocolError, "no JSON"),
+        ((200, JSON, b'"\xff'), CacheProtocolError, "no JSON"),
+        ((200, JSON, b'{"a": ' + b"9" * 5000 + b"}"), CacheProtocolError, "no JSON"),
+        ((500, TEXT, b"\x1b]0;owned\x07"), CacheProtocolError, r"500 \(\?\]0;owned\?\)"),
         (None, CacheConnectionError, "did not answer in time"),
     ],
 )
@@ -342,8 +367,15 @@ async def test_an_answer_that_is_none_is_one_error_with_the_url(
 ) -> None:
     async with serving({"/config": answer, "/status": json_answer("status-engine-driven")}) as url:
         with pytest.raises(error, match=words) as raised:
-            await discover(url, MODEL, timeout=0.2)
+            await discover(url, MODEL, timeout=0.2 if answer is None else 60)
     assert f"{url}/config" in str(raised.value)
+
+
+async def test_an_answer_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmcache_stream.kvcache.mp.discovery._MOST_BYTES", 1 << 16)
+    async with serving({"/config": (200, JSON, b" " * (1 << 20))}) as url:
+        with pytest.raises(CacheProtocolError, match=r"/config answers more than 65536 bytes"):
+            await discover(url, MODEL)
 
 
 async def test_nobody_there() -> None:
@@ -361,7 +393,43 @@ async def test_neither_config_nor_conf() -> None:
             await discover(url, MODEL)
 
 
-@pytest.mark.parametrize("url", ["tcp://localhost:5555", "localhost:8080"])
-async def test_a_url_that_is_not_http(url: str) -> None:
-    with pytest.raises(UsageError, match="http://"):
+@pytest.mark.parametrize(
+    "url",
+    ["tcp://localhost:5555", "localhost:8080", "http://", "http://host/?x=1", "http://host:port", "http://a\nb", 5],
+)
+async def test_a_url_that_is_not_http(url: Any) -> None:
+    with pytest.raises(UsageError, match="http_url"):
         await discover(url, MODEL)
+
+
+async def test_credentials_are_refused_and_not_repeated() -> None:
+    for url in ("http://user:hunter2@host", "http://hunter2@host", "http://user:hunter2/x@host"):
+        with pytest.raises(UsageError, match="http_url") as caught:
+            await discover(url, MODEL)
+        assert "hunter2" not in "".join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.parametrize("ranks", [0, -1, 1 << 20, 1 << 40, "2", None, 2.5])
+def test_a_number_of_ranks_that_cannot_be(ranks: Any) -> None:
+    status = recorded("status-engine-driven")
+    status["non_cuda_context_meta"]["8"] = {"model_name": "m", "world_size": ranks, "use_mla": True}
+    with pytest.raises(GeometryError, match="ranks"):
+        parse_status(status, "m")
+
+
+def test_numbers_that_cannot_be_are_not_known() -> None:
+    status = pulled(group("NL_X_TWO_NB_BS_NH_HS", f"4 x [2, 2048, 16, {'9' * 5000}, 128]"), num_layers=1 << 40)
+    model = parse_status(status, MODEL).model
+    assert (model.num_layers, model.num_kv_heads) == (None, None)
+
+
+def test_the_names_of_many_models_are_cut() -> None:
+    metas = {str(i): {"model_name": "m" * 1000 + str(i), "world_size": 1} for i in range(1000)}
+    with pytest.raises(CacheConnectionError) as caught:
+        parse_status({"non_cuda_context_meta": metas})
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("name", ["~nobody-of-that-name/model", "a\0b", "x" * 10_000, "\ud800"])
+def test_a_model_name_need_not_be_a_path(name: str) -> None:
+    assert find_model_config(name) is None

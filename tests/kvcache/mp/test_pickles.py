@@ -1,6 +1,15 @@
 from __future__ import annotations
 
+import ctypes
+import functools
+import importlib
+import operator
+import os
 import pickle
+import struct
+import subprocess
+import time
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -55,6 +64,20 @@ def _witness(word: str) -> str:
         [_Calls(_witness, "called")],
         _Calls(eval, f"__import__({__name__!r})"),
         _Calls(getattr, b"", "hex"),
+        _Calls(os.system, f"touch {__name__}"),
+        _Calls(subprocess.run, ["true"]),
+        _Calls(exec, "raise SystemExit"),
+        _Calls(open, "/dev/shm/never", "w"),
+        _Calls(importlib.import_module, "this"),
+        _Calls(pickle.loads, pickle.dumps(_Calls(_witness, "called"))),
+        _Calls(functools.partial, _witness, "called"),
+        _Calls(operator.methodcaller, "clear"),
+        _Calls(map, _witness, ["called"]),
+        _Calls(getattr, _Calls(importlib.import_module, "os"), "system"),
+        _Calls(_Calls, _Calls(_witness, "called")),
+        _Calls(OrderedDict, [("a", 1)]),
+        _Calls(ctypes.string_at, 1, 1),
+        {"a": [(_Calls(_witness, "called"),)]},
         _Calls(torch.load, "/dev/null"),
         torch.nn.Linear(2, 2),
         _Calls(torch.storage._load_from_bytes, pickle.dumps(_Calls(_witness, "called"))),
@@ -165,3 +188,95 @@ def test_an_empty_tensor_comes_back() -> None:
 def test_bytes_that_are_not_the_values_are_refused(odd: torch.Tensor) -> None:
     with pytest.raises(CacheProtocolError, match="not its values"):
         load_tensors(dump_tensors([odd]))
+
+
+# Pickles that cost more than they weigh.
+
+
+def _called(module: str, name: str, *args: bytes) -> bytes:
+    return _text(module) + _text(name) + b"\x93(" + b"".join(args) + b"tR"
+
+
+def _storage(values: int) -> bytes:
+    _, (data,) = torch.zeros(values)._typed_storage().__reduce__()  # type: ignore[no-untyped-call]
+    return _called("torch.storage", "_load_from_bytes", b"B" + struct.pack("<i", len(data)) + data)
+
+
+def _tensor(size: bytes, stride: bytes, bits: bytes = b"", storage: bytes = _storage(4)) -> bytes:
+    return _called("torch._utils", "_rebuild_tensor_v2", storage, b"K\0", size, stride, b"\x89N", bits)
+
+
+# A tuple that holds a tuple twice, that holds one twice, and so on: small, but no walk over it ends.
+NESTED = b"()\x94" + b"".join(b"h" + bytes([level, ord("h"), level]) + b"\x86\x94" for level in range(90)) + b"t"
+HUGE = (1 << 40).to_bytes(8, "little")
+LONG = b"\x8a\x06" + HUGE[:6]
+
+BOMBS = {
+    "soup of empty lists": b"]" * 30_000_000,
+    "soup of memos": b"]" + b"\x94" * 30_000_000,
+    "a list in a list in a list": b"]" * 200_000 + b"a" * 199_999,
+    "a key that no hash ends on": b"}" + NESTED + b"Ns",
+    "keys that no hash ends on": b"}(" + NESTED + b"Nu",
+    "bits that no repr ends on": b"]" + _tensor(b"K\1\x85", b"K\1\x85", NESTED) + b"a",
+    "a size that no repr ends on": b"]" + _tensor(NESTED, b"K\1\x85") + b"a",
+    "a size of text": b"]" + _tensor(_text("a") + LONG + b"\x86", b"K\1K\1\x86") + b"a",
+    "a size of a million dimensions": b"]" + _tensor(b"(" + b"K\1" * 1_000_000 + b"t", b"K\1\x85") + b"a",
+    "a copy of what is large": b"]" + _called("collections", "OrderedDict", b"](" + b"N" * 100 + b"e") + b"a",
+    "a tensor larger than its storage": b"]" + _tensor(LONG + b"\x85", b"K\0\x85") + b"a",
+    "a tensor many times": b"](" + _tensor(b"K\4\x85", b"K\1\x85") + b"\x94" + b"h\0" * 1000 + b"e",
+    "many tensors of one storage": b"]("
+    + _tensor(b"K\x80\x85", b"K\1\x85", storage=_storage(128) + b"\x94")
+    + _tensor(b"K\x80\x85", b"K\1\x85", storage=b"h\0") * 90
+    + b"e",
+    "a bytearray of any size": b"\x96" + HUGE,
+    "bytes of any size": b"\x8e" + HUGE,
+    "a text of any size": b"\x8d" + HUGE,
+    "a frame of any size": b"\x95" + HUGE,
+    "a name of megabytes": b"c" + b"a" * (1 << 20) + b"\nb\n",
+    "a pickle in a storage": b"]"
+    + _called("torch.storage", "_load_from_bytes", b"B\0\0\1\0" + b"]" * (1 << 16))
+    + b"a",
+    "a persistent id": b"N\x51",
+    "an extension": b"\x82\x01",
+    "an object of a class": b"(" + _text("os") + _text("system") + b"o",
+    "an instance of a class": b"(ios\nsystem\n",
+    "an argument by name": _text("torch") + _text("float32") + b"\x93)}\x92",
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_pickle_costs_what_it_weighs(name: str) -> None:
+    began = time.process_time()
+    with pytest.raises(CacheProtocolError) as caught:
+        load_tensors(b"\x80\x04" + BOMBS[name] + b".", at_most=100)
+    assert len(str(caught.value)) < 500
+    assert time.process_time() - began < 30
+
+
+def test_what_torch_imports_at_first_use_is_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(torch, "__getattr__", asked.append)
+    for module in ("torch", "torch.storage"):
+        with pytest.raises(CacheProtocolError, match="wants torch"):
+            load_tensors(b"\x80\x04" + _called(module, "_dynamo") + b".")
+    assert not asked
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.bool, torch.qint8, torch.bits8])
+def test_a_tensor_of_no_kv(dtype: torch.dtype) -> None:
+    name = str(dtype).removeprefix("torch.")
+    made = _called(
+        "torch._utils",
+        "_rebuild_tensor_v3",
+        _storage(4),
+        b"K\0K\1\x85K\1\x85\x89N" + _text("torch") + _text(name) + b"\x93",
+    )
+    with pytest.raises(CacheProtocolError, match=f"torch.{name}, which no KV has"):
+        load_tensors(b"\x80\x04]" + made + b"a.")
+
+
+def test_more_tensors_than_asked_for() -> None:
+    three = dump_tensors([torch.ones(1)] * 3)
+    assert len(load_tensors(three, at_most=3)) == 3
+    with pytest.raises(CacheProtocolError, match="3 tensors"):
+        load_tensors(three, at_most=2)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -68,11 +69,18 @@ def test_a_view_is_the_segment_itself(name: str, segment: mmap.mmap) -> None:
         Slot(0, 4, (1,), "nn"),
         Slot(1 << 62, 4, (1,), "float32"),
         Slot(0, 1 << 62, (1 << 31, 1 << 31), "float32"),
+        Slot(0, 4, (1,) * 100_000, "uint8"),
+        Slot(0, SIZE, (SIZE + 1,), "uint8"),
+        Slot(4, SIZE, (1,), "uint8"),
+        Slot(0, 4, (1,), "complex64"),
+        Slot(0, 4, (1,), "qint8"),
+        Slot(0, 4, (1,), "x" * 1_000_000),
     ],
 )
 def test_a_slot_that_cannot_be_is_refused(name: str, segment: mmap.mmap, slot: Slot) -> None:
-    with Pool(name).lease() as lease, pytest.raises(CacheProtocolError):
+    with Pool(name).lease() as lease, pytest.raises(CacheProtocolError) as caught:
         lease.view(slot)
+    assert len(str(caught.value)) < 500
 
 
 @given(
@@ -174,10 +182,29 @@ def test_no_segment_here() -> None:
         Pool("test_pool_that_is_not_there")
 
 
-@pytest.mark.parametrize("name", ["", "/", "../etc/passwd", "a/b"])
+@pytest.mark.parametrize("name", ["", "/", "../etc/passwd", "a/b", ".", "..", "a\0b", "a\nb"])
 def test_a_name_that_cannot_be(name: str) -> None:
     with pytest.raises(CacheProtocolError):
         Pool(name)
+
+
+def test_a_link_is_not_followed(name: str, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_bytes(b"x" * 4096)
+    os.symlink(elsewhere, f"/dev/shm/{name}")
+    with pytest.raises(CacheConnectionError, match="cannot be opened"):
+        Pool(name)
+
+
+def test_what_is_no_segment(name: str) -> None:
+    os.mkfifo(f"/dev/shm/{name}")
+    with pytest.raises(CacheProtocolError, match="or none"):
+        Pool(name)
+
+
+def test_a_name_too_long() -> None:
+    with pytest.raises(CacheConnectionError, match="too long"):
+        Pool("x" * 1000)
 
 
 def _populated(pool: Pool) -> None:
@@ -206,6 +233,6 @@ def test_an_unfilled_segment_is_not_filled_by_us(name: str) -> None:
 
 def test_dtypes() -> None:
     assert torch_dtype("bfloat16") == torch_dtype("torch.bfloat16") == torch.bfloat16
-    for wrong in ("", "Tensor", "load", "float13"):
+    for wrong in ("", "Tensor", "load", "float13", "_dynamo", "complex64", "bool", "quint8", "torch.torch.float32"):
         with pytest.raises(CacheProtocolError, match="dtype"):
             torch_dtype(wrong)

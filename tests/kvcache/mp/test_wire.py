@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+from random import Random
 from typing import Any
 
 import msgspec
@@ -166,3 +167,120 @@ def test_a_flipped_byte_is_read_or_refused(case: tuple[wire.Operation[Any], Any,
     frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
     with contextlib.suppress(CacheProtocolError):
         wire.decode_result(operation, frame)
+
+
+SLOTS = st.builds(
+    wire.Slot,
+    st.integers(0, 2**63),
+    st.integers(0, 2**40),
+    st.lists(st.integers(0, 2**31), max_size=5).map(tuple),
+    st.sampled_from(["float32", "bfloat16", "float8_e4m3fn"]) | st.text(max_size=8),
+)
+ANSWERS: dict[str, st.SearchStrategy[Any]] = {
+    operation.name: {
+        None: st.none(),
+        int | None: st.none() | st.integers(0, 2**40),
+        int: st.integers(0, 2**40),
+        bool: st.booleans(),
+        str: st.text(max_size=20),
+        wire.Registered: st.builds(wire.Registered, st.text(max_size=40), st.integers(0, 2**50)),
+        wire.PreparedStore: st.builds(
+            wire.PreparedStore,
+            st.builds(
+                wire.StoreSlots,
+                st.none() | st.lists(SLOTS, max_size=4).map(tuple),
+                st.none() | st.lists(st.integers(0, 2**20), max_size=4).map(tuple),
+            ),
+        ),
+        wire.PreparedRetrieve: st.builds(
+            wire.PreparedRetrieve,
+            st.booleans(),
+            st.binary(max_size=300),
+            st.builds(wire.RetrieveSlots, st.lists(SLOTS, max_size=4).map(tuple)),
+        ),
+    }[operation.result]
+    for operation in wire.OPERATIONS
+}
+KEYS = st.builds(
+    wire.CacheKey,
+    st.text(max_size=20),
+    st.integers(1, 16),
+    st.none() | st.integers(0, 15),
+    st.lists(st.integers(0, 2**32), max_size=20).map(tuple),
+    st.integers(0, 20),
+    st.integers(0, 20),
+    st.text(max_size=20),
+    st.text(max_size=20),
+    st.none(),
+    st.integers(1, 16),
+)
+
+
+@st.composite
+def replies(draw: st.DrawFn) -> tuple[wire.Operation[Any], Any, list[bytes]]:
+    """An operation, its result, and the frames of that reply."""
+    operation = draw(st.sampled_from(wire.OPERATIONS))
+    result = draw(ANSWERS[operation.name])
+    head = [encode(draw(st.integers(0, 2**62))), encode(draw(st.sampled_from([operation.id, operation.name])))]
+    return operation, result, head if result is None else [*head, encode(result)]
+
+
+@given(replies())
+def test_every_reply_is_read_as_it_was_written(reply: tuple[wire.Operation[Any], Any, list[bytes]]) -> None:
+    operation, result, frames = reply
+    uid, answered, frame = wire.split_reply(frames)
+    assert encode(uid) == frames[0]
+    assert answered in (operation.id, operation.name)
+    assert (frame is None) is (len(frames) == 2)
+    if result is None and operation.result not in (None, int | None):
+        return
+    read = wire.decode_result(operation, frame)
+    if isinstance(read, wire.PreparedRetrieve):
+        read = wire.PreparedRetrieve(read.success, bytes(read.data), read.context)
+    assert read == result
+
+
+@given(st.integers(0, 2**62), st.sampled_from([wire.LOOKUP, wire.PREPARE_STORE]), KEYS, st.integers(0, 2**62))
+def test_every_request_is_read_by_a_server_as_it_was_written(
+    uid: int, operation: wire.Operation[Any], key: wire.CacheKey, number: int
+) -> None:
+    frames = [bytes(frame) for frame in wire.encode_request(uid, operation, (key, number))]
+    decode = msgspec.msgpack.decode
+    assert decode(frames[0]) == uid
+    assert decode(frames[1]) == operation.id
+    assert decode(frames[2], type=wire.CacheKey) == key
+    assert decode(frames[3]) == number
+
+
+def mutated(rng: Random, frames: list[bytes]) -> list[bytes]:
+    """The frames with a few bytes or whole frames changed, lost, doubled or put in between."""
+    made = [bytearray(frame) for frame in frames]
+    for _ in range(rng.randint(1, 4)):
+        if made and rng.random() < 0.8:
+            frame = rng.choice(made)
+            at, lost = rng.randint(0, len(frame)), rng.choice([0, 0, 1, 1, 4, 1000])
+            frame[at : at + lost] = rng.choice([b"", rng.randbytes(1), rng.randbytes(3), b"\xff" * 4, b"\xdf" * 5])
+        else:
+            made.insert(rng.randint(0, len(made)), bytearray(rng.randbytes(3)))
+            made = rng.sample(made, rng.randint(0, len(made)))
+    return [bytes(frame) for frame in made]
+
+
+@given(replies(), st.integers(0, 2**32).map(Random))
+@settings(max_examples=300)
+def test_mutated_frames_give_a_value_or_our_error(
+    reply: tuple[wire.Operation[Any], Any, list[bytes]], rng: Random
+) -> None:
+    operation, _, frames = reply
+    try:
+        uid, answered, frame = wire.split_reply(mutated(rng, frames))
+        assert isinstance(uid, int)
+        assert isinstance(answered, int | str)
+        read = wire.decode_result(operation, frame)
+    except CacheProtocolError as error:
+        assert str(error)  # noqa: PT017
+        return
+    if operation.result is None:
+        assert read is None
+    else:
+        assert isinstance(read, operation.result)
