@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import threading
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -10,7 +11,7 @@ import aiohttp
 import pytest
 import torch
 
-from lmcache_stream.errors import CacheError, CacheTimeout
+from lmcache_stream.errors import CacheError, CacheProtocolError, CacheTimeout, UsageError
 from lmcache_stream.geometry import KVGeometry
 from lmcache_stream.kvcache.mp import wire
 from lmcache_stream.kvcache.mp.pickles import dump_tensors, load_tensors
@@ -62,7 +63,7 @@ async def store(server: FakeCacheServer, transport: ZmqTransport, value: float, 
 
 async def refused(transport: ZmqTransport, operation: wire.Operation[Any], *args: Any) -> None:
     with pytest.raises(CacheTimeout):
-        await transport.call(operation, *args, timeout=0.1)
+        await transport.call(operation, *args, timeout=0.4)
 
 
 async def test_store_and_retrieve(server: FakeCacheServer, transport: ZmqTransport) -> None:
@@ -247,3 +248,153 @@ def test_nothing_is_left() -> None:
     server.stop()
     assert not os.path.exists(f"/dev/shm/{server.shm_name}")
     assert not [thread for thread in threading.enumerate() if thread.name == "fake cache server"]
+
+
+async def test_a_fault_may_come_later_and_a_reply_held_by_itself(
+    server: FakeCacheServer, transport: ZmqTransport
+) -> None:
+    server.fault(wire.GET_CHUNK_SIZE, "ignore", after=1)
+    held = server.fault(wire.PING, "hold", seconds=0.01)
+    assert await transport.call(wire.GET_CHUNK_SIZE, timeout=5) == C
+    await refused(transport, wire.GET_CHUNK_SIZE)
+    assert await transport.call(wire.GET_CHUNK_SIZE, timeout=5) == C
+    assert await transport.call(wire.PING, None, timeout=5)
+    assert held.struck.is_set()
+
+
+@pytest.mark.parametrize("kind", ["garble", "wrong-operation", "wrong-type", "nothing"])
+async def test_answers_that_make_no_sense(server: FakeCacheServer, transport: ZmqTransport, kind: Any) -> None:
+    server.fault(wire.GET_CHUNK_SIZE, kind)
+    with pytest.raises(CacheProtocolError):
+        await transport.call(wire.GET_CHUNK_SIZE, timeout=5)
+
+
+@pytest.mark.parametrize("kind", ["frames", "unknown"])
+async def test_answers_that_are_none(server: FakeCacheServer, transport: ZmqTransport, kind: Any) -> None:
+    server.fault(wire.GET_CHUNK_SIZE, kind)
+    await refused(transport, wire.GET_CHUNK_SIZE)
+    assert transport.dropped == 1
+
+
+async def test_more_chunks_than_asked_for(server: FakeCacheServer, transport: ZmqTransport) -> None:
+    server.offload("model", TOKENS)
+    server.fault(wire.WAIT_PREFETCH_STATUS, "too-many")
+    assert await lookup(transport) == 1_000_002
+
+
+async def test_no_room_for_one_request(server: FakeCacheServer, transport: ZmqTransport) -> None:
+    server.fault(wire.PREPARE_STORE, "no-room")
+    assert (await store(server, transport, 1.0)).slots == ()
+    assert len((await store(server, transport, 1.0)).slots) == 2
+    server.full = True
+    server.offload("model", (9, *TOKENS))
+    assert server.chunks == 2
+
+
+async def test_evicted_between_lookup_and_read(server: FakeCacheServer, transport: ZmqTransport) -> None:
+    server.offload("model", TOKENS)
+    assert await lookup(transport) == 2
+    server.fault(wire.PREPARE_RETRIEVE, "evict")
+    prepared = await transport.call(wire.PREPARE_RETRIEVE, key(), US.instance_id, timeout=5)
+    assert not prepared.success
+    await transport.call(wire.FREE_LOOKUP_LOCKS, key(worker_id=None), 1, timeout=5)
+    await transport.call(wire.END_SESSION, "r", timeout=5)
+    assert (server.chunks, server.held, server.wrong_unlocks) == (0, {}, 0)
+
+
+async def test_a_reservation_that_has_run_out(server: FakeCacheServer, transport: ZmqTransport) -> None:
+    server.fault(wire.COMMIT_STORE, "evict")
+    await transport.call(wire.PREPARE_STORE, key(), US.instance_id, timeout=5)
+    assert not await transport.call(wire.COMMIT_STORE, key(), US.instance_id, b"", timeout=5)
+    assert (server.chunks, server.reservations, server.wrong_publications) == (0, 0, 0)
+
+
+async def test_forgotten_before_a_request(server: FakeCacheServer, transport: ZmqTransport) -> None:
+    fault = server.fault(wire.PREPARE_STORE, "forget")
+    await refused(transport, wire.PREPARE_STORE, key(), US.instance_id)
+    assert fault.struck.is_set()
+    assert server.clients == []
+
+
+@pytest.mark.parametrize("kind", ["restart", "die"])
+async def test_going_down_at_a_request(server: FakeCacheServer, transport: ZmqTransport, kind: Any) -> None:
+    server.offload("model", TOKENS)
+    fault = server.fault(wire.NOOP, kind)
+    with pytest.raises(CacheError):
+        await transport.call(wire.NOOP, timeout=1)
+    await asyncio.to_thread(fault.struck.wait)
+    if kind == "die":
+        assert server.http_status == 503
+        await asyncio.to_thread(server.restart)
+    assert (server.chunks, server.clients, server.http_status) == (0, [], 200)
+    assert await transport.call(wire.NOOP, timeout=5) == "OK"
+
+
+@pytest.mark.parametrize("kind", ["few", "empty", "shape", "dtype", "pickle"])
+async def test_pickled_chunks_that_are_wrong(kind: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with FakeCacheServer(chunk_size=C, shared_memory=False) as server:
+        server.serve("model", GEOMETRY)
+        server.offload("model", TOKENS)
+        transport = ZmqTransport(server.url)
+        await transport.call(wire.REGISTER, US, timeout=5)
+        await lookup(transport)
+        server.fault(wire.PREPARE_RETRIEVE, kind)
+        prepared = await transport.call(wire.PREPARE_RETRIEVE, key(), US.instance_id, timeout=5)
+        await transport.close()
+    if kind == "pickle":
+        pickle.loads(prepared.data)
+        assert "executed" in capsys.readouterr().out
+        return
+    found = [(tuple(chunk.shape), chunk.dtype) for chunk in load_tensors(prepared.data)]
+    right = ((2, 2, C, 4), torch.float32)
+    wrong = {"few": [right], "empty": [], "shape": [((2, 2, C, 2), torch.float32)] * 2}
+    assert found == wrong.get(kind, [(right[0], torch.float64)] * 2)
+
+
+@pytest.mark.parametrize(
+    ("operation", "kind", "shared_memory"),
+    [
+        (wire.LOOKUP, "shape", True),
+        (wire.PREPARE_RETRIEVE, "pickle", True),
+        (wire.PREPARE_RETRIEVE, "outside", False),
+        (wire.PREPARE_STORE, "few", False),
+    ],
+)
+def test_a_fault_that_can_befall_nothing_is_refused(
+    operation: wire.Operation[Any], kind: Any, shared_memory: bool
+) -> None:
+    with pytest.raises(UsageError, match=operation.name):
+        FakeCacheServer(shared_memory=shared_memory).fault(operation, kind)
+
+
+@pytest.mark.parametrize(
+    "geometry",
+    [
+        GEOMETRY,
+        KVGeometry(num_layers=2, num_kv_heads=4, head_dim=4, dtype=torch.bfloat16, world_size=2),
+        KVGeometry(num_layers=3, num_kv_heads=1, head_dim=8, dtype=torch.float32, planes=1),
+    ],
+    ids=["plain", "two ranks", "MLA"],
+)
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_what_an_engine_offloads_can_be_read(geometry: KVGeometry, shared_memory: bool) -> None:
+    with FakeCacheServer(chunk_size=C, shared_memory=shared_memory) as server:
+        with pytest.raises(UsageError, match="serve"):
+            server.offload("model", TOKENS)
+        server.serve("model", geometry)
+        server.offload("model", [*TOKENS, 9], "salt")
+        assert (server.covered("model", TOKENS), server.covered("model", TOKENS, "salt")) == (0, 8)
+        kv = server.read("model", TOKENS, "salt")
+        assert kv.shape == (geometry.planes, geometry.num_layers, 8, geometry.hidden_dim)
+        assert kv[0, 0, :, 0].tolist() == list(TOKENS)
+        assert server.read("model", TOKENS).shape[2] == 0
+        given = torch.randn(kv.shape)
+        server.offload("model", TOKENS, kv=given)
+        assert torch.equal(server.read("model", TOKENS), given.to(kv.dtype))
+
+
+async def test_http_answers_to_order(server: FakeCacheServer) -> None:
+    server.http_answers["/status"] = [1, 2]
+    assert await _get(f"{server.http_url}/status") == (200, [1, 2])
+    server.http_answers["/status"] = b'"as it is"'
+    assert await _get(f"{server.http_url}/status") == (200, "as it is")

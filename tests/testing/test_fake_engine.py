@@ -5,6 +5,8 @@ import json
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import pytest
 from lmcache_stream import portal
 from lmcache_stream.errors import UsageError
 from lmcache_stream.testing import End, FakeEngine, Reply
+from lmcache_stream.testing.replies import event_stream
 
 
 def request(path: str = "/v1/completions", body: Any = None, method: str = "POST") -> bytes:
@@ -235,3 +238,96 @@ def test_address_of_an_engine_that_does_not_run() -> None:
 def test_neither_the_fake_nor_the_client_imports_torch() -> None:
     code = "import sys, lmcache_stream.testing, lmcache_stream.completions; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+async def test_a_slow_first_token_with_keep_alives() -> None:
+    async with FakeEngine() as engine:
+        engine.script(Reply(ttft=0.05, keep_alive=0.01), Reply(ttft=0.01, pace=0.0))
+        [(_, _, body)] = await talk(engine, request(body=ASKED))
+        assert body.startswith(b": keep-alive\n\n")
+        assert len(payloads(body)) == 4
+        [(_, _, body)] = await talk(engine, request(body=ASKED))
+        assert b"keep-alive" not in body
+
+
+async def test_keep_alives_of_a_stall_go_on_until_the_client_leaves() -> None:
+    async with FakeEngine() as engine:
+        engine.script(Reply(end_after=1, end=End.STALL, keep_alive=0.001))
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(engine.base_url.rpartition(":")[2]))
+        writer.write(request(body=ASKED))
+        for _ in range(3):
+            await reader.readuntil(b": keep-alive\n\n")
+        writer.close()
+        await engine.disconnected()
+
+
+async def test_a_head_that_trickles_in() -> None:
+    async with FakeEngine() as engine:
+        engine.script(Reply(header_pace=0.0001))
+        [(status, _, body)] = await talk(engine, request(body=ASKED))
+        assert (status, len(payloads(body))) == (200, 4)
+
+
+async def test_what_comes_between_events_and_in_place_of_ids() -> None:
+    async with FakeEngine() as engine:
+        engine.script(Reply(inserted={0: b"data: zero\n\n", 2: b": two\n\n", 3: b"data: three\n\n"}))
+        [(_, _, body)] = await talk(engine, request(body=ASKED))
+        blocks = body.split(b"\n\n")
+        assert [index for index, block in enumerate(blocks) if b"token_ids" not in block][:3] == [0, 3, 5]
+        engine.script(Reply(token_ids=lambda ids: "none" if 1 in ids else ids))
+        [(_, _, body)] = await talk(engine, request(body=ASKED))
+        assert [chunk["choices"][0]["token_ids"] for chunk in payloads(body)[:3]] == [[0], "none", [2]]
+
+
+async def test_a_cut_inside_an_event_or_a_character() -> None:
+    async with FakeEngine() as engine:
+        cut = Reply(end_after=1, end=End.CUT, chunked=False, text="é{}".format)
+        engine.script(replace(cut, end_inside="event"), replace(cut, end_inside="character"))
+        [(_, _, body)] = await talk(engine, request(body=ASKED))
+        whole, part = body.split(b"\n\n")
+        assert len(whole) // 2 - 40 < len(part) < len(whole)
+        [(_, _, body)] = await talk(engine, request(body=ASKED))
+        with pytest.raises(UnicodeDecodeError, match="unexpected end of data"):
+            body.decode()
+
+
+def test_only_a_text_of_such_characters_is_cut_inside_one() -> None:
+    with pytest.raises(UsageError, match="several bytes"):
+        event_stream(Reply(end_after=1, end_inside="character"), {"prompt": [1]}, "m")
+
+
+class Cache:
+    def __init__(self) -> None:
+        self.offloaded: list[tuple[str, list[int], str]] = []
+
+    def covered(self, model_name: str, token_ids: Sequence[int], cache_salt: str = "") -> int:
+        return 2 if (model_name, list(token_ids), cache_salt) in self.offloaded else 0
+
+    def offload(self, model_name: str, token_ids: Sequence[int], cache_salt: str = "") -> None:
+        self.offloaded.append((model_name, list(token_ids), cache_salt))
+
+
+async def test_an_engine_with_a_cache_offloads_its_prompts_and_tells_what_it_found() -> None:
+    asked = {**ASKED, "cache_salt": "s", "stream_options": {"include_usage": True}}
+    cache = Cache()
+    async with FakeEngine(cache=cache) as engine:
+        found = []
+        for offloads in (False, True, True):
+            engine.offloads = offloads
+            [(_, _, body)] = await talk(engine, request(body=asked))
+            found.append(payloads(body)[-2]["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert found == [0, 0, 1]  # an engine computes the last token of a prompt in any case
+    assert cache.offloaded == [("fake", [5, 6], "s")] * 2
+
+
+def test_waiting_for_an_engine_on_another_loop() -> None:
+    with FakeEngine() as engine:
+        engine.script(Reply(end_after=1, end=End.STALL))
+
+        async def leave() -> None:
+            task = asyncio.create_task(talk(engine, request(body=ASKED)))
+            await engine.until(lambda: len(engine.requests) == 1)
+            task.cancel()
+            await engine.disconnected()
+
+        asyncio.run(leave())
