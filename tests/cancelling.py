@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator
+import contextvars
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -59,3 +61,96 @@ async def cancelled_at_each_await(
         if run.suspensions < at:
             return
     raise AssertionError(f"more than {limit} suspensions")
+
+
+class WatchedRun:
+    """One run of an operation: its own suspensions and those of every task that it starts are its points.
+
+    Args:
+        at: The point at which it is cancelled, 0 for before it begins; None: never.
+        insist: Whether it is cancelled at every point from there on.
+    """
+
+    def __init__(self, at: int | None, *, insist: bool = False) -> None:
+        self._at = at
+        self._insist = insist
+        self.points = 0
+        self.tasks: list[asyncio.Task[Any]] = []
+        self._root: asyncio.Task[Any]
+
+    async def __call__(self, operation: Callable[[], Awaitable[Any]]) -> bool:
+        """Run `operation()`; whether it was cancelled. What else it raises is raised."""
+
+        async def body() -> Any:
+            return await operation()
+
+        context = contextvars.copy_context()
+        context.run(_watching.set, self)
+        self._root = asyncio.get_running_loop().create_task(body(), context=context)
+        if self._at == 0:
+            self._root.cancel()
+        await asyncio.wait([self._root])
+        asked = self._at is not None and self.points >= self._at
+        if self._root.cancelled():
+            assert asked, "cancelled by itself"
+            return True
+        self._root.result()
+        assert not asked, f"went on although it was cancelled at point {self._at}"
+        return False
+
+    def suspended(self) -> None:
+        """One of its tasks is about to wait."""
+        if self._root.done():
+            return
+        self.points += 1
+        if self._at and (self.points == self._at or (self._insist and self.points > self._at)):
+            self._root.cancel()
+
+
+_watching: contextvars.ContextVar[WatchedRun | None] = contextvars.ContextVar("watching", default=None)
+
+
+class _Counted(Coroutine[Any, Any, Any]):
+    """A coroutine that tells of its suspensions."""
+
+    def __init__(self, coroutine: Any, run: WatchedRun) -> None:
+        self._coroutine = coroutine
+        self._run = run
+
+    def send(self, value: Any) -> Any:
+        waited = self._coroutine.send(value)
+        self._run.suspended()
+        return waited
+
+    def throw(self, *error: Any) -> Any:
+        waited = self._coroutine.throw(*error)
+        self._run.suspended()
+        return waited
+
+    def close(self) -> None:
+        self._coroutine.close()
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        raise NotImplementedError("only tasks run it")
+
+
+@contextmanager
+def tasks_watched() -> Iterator[None]:
+    """Let the running loop's tasks count their suspensions for the `WatchedRun` that they belong to."""
+    loop = asyncio.get_running_loop()
+
+    def make(
+        loop: asyncio.AbstractEventLoop, work: Any, *, context: contextvars.Context | None = None
+    ) -> asyncio.Task[Any]:
+        run = _watching.get() if context is None else context.get(_watching)
+        if run is None:
+            return asyncio.Task(work, loop=loop, context=context)
+        task = asyncio.Task(_Counted(work, run), loop=loop, context=context)
+        run.tasks.append(task)
+        return task
+
+    loop.set_task_factory(make)
+    try:
+        yield
+    finally:
+        loop.set_task_factory(None)

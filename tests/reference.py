@@ -7,11 +7,14 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
+from lmcache_stream.bench.scoring import cache_argument
+
 
 @torch.no_grad()
 def forward_kv(model: Any, ids: list[int]) -> torch.Tensor:
     """KV `[2, L, T, D]` of one forward pass over `ids`."""
-    cache = model(torch.tensor([ids]), cache=DynamicCache(), use_cache=True).cache
+    cache = DynamicCache()
+    model(torch.tensor([ids]), **{cache_argument(model): cache}, use_cache=True)
     layers = [(layer.keys[0], layer.values[0]) for layer in cache.layers]
     planes = [torch.stack([layer[plane].transpose(0, 1).flatten(1) for layer in layers]) for plane in (0, 1)]
     return torch.stack(planes)
@@ -32,7 +35,8 @@ def greedy(model: Any, kv: torch.Tensor | None, ids: list[int], count: int) -> l
     feed = ids
     for _ in range(count):
         positions = torch.arange(past, past + len(feed))[None]
-        logits = model(torch.tensor([feed]), cache=cache, position_ids=positions, use_cache=True).logits
+        given = {cache_argument(model): cache}
+        logits = model(torch.tensor([feed]), **given, position_ids=positions, use_cache=True).logits
         past += len(feed)
         tokens.append(int(logits[0, -1].argmax()))
         feed = tokens[-1:]

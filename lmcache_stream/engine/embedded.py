@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-import anyio
 import torch
 from aiohttp import web
 
@@ -14,7 +13,7 @@ from lmcache_stream.engine.generation import EngineCore
 from lmcache_stream.engine.model import CausalLM, load_model, load_tokenizer, require_transformers
 from lmcache_stream.engine.scheduler import Scheduler
 from lmcache_stream.engine.server import make_application
-from lmcache_stream.engine.threads import in_thread
+from lmcache_stream.engine.threads import in_thread, to_the_end
 from lmcache_stream.errors import UsageError
 from lmcache_stream.kvcache.memory import EmbeddedCache
 
@@ -153,16 +152,18 @@ class EmbeddedEngine:
 
         Requests under way end with the finish reason "abort".
         """
-        with anyio.CancelScope(shield=True):
-            scheduler, self._scheduler = self._scheduler, None
-            runner, self._runner = self._runner, None
-            if scheduler is not None:
-                scheduler.stop()
-            if runner is not None:
-                await runner.cleanup()
-            if scheduler is not None:
-                await in_thread(scheduler.join)
-            self._let_go()
+        await to_the_end(self._close())
+
+    async def _close(self) -> None:
+        scheduler, self._scheduler = self._scheduler, None
+        runner, self._runner = self._runner, None
+        if scheduler is not None:
+            scheduler.stop()
+        if runner is not None:
+            await runner.cleanup()
+        if scheduler is not None:
+            await in_thread(scheduler.join)
+        self._let_go()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -194,7 +195,7 @@ class EmbeddedEngine:
             application, access_log=None, handler_cancellation=True, shutdown_timeout=HANDLERS_END_WITHIN
         )
         await self._runner.setup()
-        await web.TCPSite(self._runner, self._host, self._port).start()
+        await to_the_end(web.TCPSite(self._runner, self._host, self._port).start())
         host, port = self._runner.addresses[0][:2]
         self._base_url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 

@@ -80,11 +80,11 @@ class Generation:
         cache_salt: str,
         emit: Callable[[Delta | Exception], None],
     ) -> None:
-        self.prompt = list(prompt)
+        self.prompt: list[int] = list(prompt)
         self.output: list[int] = []
-        self.cached_tokens = 0
-        self.finished = False
-        self.aborted = False
+        self.cached_tokens: int = 0
+        self.finished: bool = False
+        self.aborted: bool = False
         self._core = core
         self._params = params
         self._salt = cache_salt

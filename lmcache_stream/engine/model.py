@@ -128,21 +128,21 @@ class CausalLM:
     """
 
     def __init__(self, model: Any, *, chunk_size: int, queries: bool = False, max_model_len: int | None = None) -> None:
-        self.model = model.eval()
-        self.name = type(model).__name__
+        self.model: Any = model.eval()
+        self.name: str = type(model).__name__
         config = model.config.get_text_config(decoder=True)
         parameters = inspect.signature(model.forward).parameters
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
         self._last_logits_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
-        self.device = model.get_input_embeddings().weight.device
-        self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
+        self.device: torch.device = model.get_input_embeddings().weight.device
+        self.vocab_size: int = int(model.get_input_embeddings().weight.shape[0])
         limit = max_model_len or getattr(config, "max_position_embeddings", None)
         if not limit:
             raise UsageError(f"{self.name} does not say how long its context may be: pass max_model_len=")
-        self.max_model_len = int(limit)
+        self.max_model_len: int = int(limit)
         self._attention_before = record_queries(model) if queries else None
         try:
-            self.geometry = self._geometry(config, chunk_size)
+            self.geometry: KVGeometry = self._geometry(config, chunk_size)
         except BaseException:
             self.close()
             raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Mapping
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -71,11 +71,12 @@ class RequestError(Exception):
 
 
 class Request(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="ignore")
 
     @model_validator(mode="before")
     @classmethod
     def null_is_default(cls, data: Any) -> Any:
+        """Take null for the default, as vLLM does."""
         return {key: value for key, value in data.items() if value is not None} if isinstance(data, Mapping) else data
 
     @classmethod
@@ -155,6 +156,7 @@ class TokenizeRequest(Request):
 
     @model_validator(mode="after")
     def check_one_given(self) -> TokenizeRequest:
+        """Refuse both a prompt and messages, and neither."""
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give either prompt or messages")
         return self

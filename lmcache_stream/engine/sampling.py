@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -40,7 +40,7 @@ class SamplingParams(BaseModel):
         skip_special_tokens: Leave special tokens out of the text.
     """
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="ignore")
 
     max_tokens: Annotated[int, Field(ge=1)] = 16
     min_tokens: Annotated[int, Field(ge=0)] = 0
@@ -62,10 +62,12 @@ class SamplingParams(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def null_is_default(cls, data: Any) -> Any:
+        """Take null for the default, as vLLM does."""
         return {key: value for key, value in data.items() if value is not None} if isinstance(data, Mapping) else data
 
     @model_validator(mode="after")
     def check_token_counts(self) -> SamplingParams:
+        """Refuse more tokens at least than at most."""
         if self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens ({self.min_tokens}) is greater than max_tokens ({self.max_tokens})")
         return self

@@ -55,7 +55,13 @@ def ensure_smollm2(models_dir: str | Path | None = None) -> Path:
     if is_whole(folder):
         return folder
     require_conversion_packages()
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"cannot make {folder.parent} for the model ({error.strerror}): set LMCACHE_STREAM_MODELS to a folder that "
+            "can be written"
+        ) from error
     with tempfile.TemporaryDirectory(prefix=".fetching-", dir=folder.parent) as scratch:
         gguf = fetch_gguf(Path(scratch))
         made = Path(scratch) / NAME

@@ -1,16 +1,16 @@
-"""Work that blocks, in a thread that ends with it."""
+"""Work that is seen through to its end, also when nobody waits for it any more."""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import anyio
 
-__all__ = ["in_thread"]
+__all__ = ["in_thread", "to_the_end"]
 
 T = TypeVar("T")
 
@@ -27,10 +27,21 @@ async def in_thread(fn: Callable[[], T]) -> T:
 
     thread = threading.Thread(target=work, name="lmcache-stream-work", daemon=True)
     thread.start()
-    result = asyncio.wrap_future(outcome)
-    try:
-        return await asyncio.shield(result)
-    except asyncio.CancelledError:
-        with anyio.CancelScope(shield=True):
-            await asyncio.wait([result])
-        raise
+    return await to_the_end(asyncio.wrap_future(outcome))
+
+
+async def to_the_end(work: Awaitable[T]) -> T:
+    """Await `work`. Cancelled, however often, it waits for its end, and then goes on."""
+    running = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    with anyio.CancelScope(shield=True):
+        while not running.done():
+            try:
+                await asyncio.wait([running])
+            except asyncio.CancelledError as error:
+                cancelled = error
+    if cancelled is None:
+        return running.result()
+    if not running.cancelled():
+        running.exception()  # nobody wants it any more
+    raise cancelled

@@ -10,6 +10,8 @@ from typing import Any
 import aiohttp
 import torch
 
+from lmcache_stream.bench.scoring import cache_argument
+
 
 @dataclass
 class Answer:
@@ -77,10 +79,11 @@ def greedy(model: Any, prompt: list[int], tokens: int, cache: Any = None) -> lis
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False, eos_token_id=None
         )
         return [int(token) for token in output[0, len(prompt) :]]
+    given = {cache_argument(model): cache}
     chosen: list[int] = []
     step = prompt
     with torch.inference_mode():
         for _ in range(tokens):
-            chosen.append(int(model(torch.tensor([step]), cache=cache, use_cache=True).logits[0, -1].argmax()))
+            chosen.append(int(model(torch.tensor([step]), **given, use_cache=True).logits[0, -1].argmax()))
             step = chosen[-1:]
     return chosen

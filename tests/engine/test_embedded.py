@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from lmcache_stream.bench.scoring import cache_argument
 from lmcache_stream.engine import EmbeddedEngine
 from lmcache_stream.errors import UsageError
 from lmcache_stream.kvcache import aconnect
@@ -257,7 +258,7 @@ def assert_ended(threads: set[threading.Thread]) -> None:
 def cache_of(model: Any, prompt: list[int]) -> Any:
     cache = DynamicCache(config=model.config)
     with torch.inference_mode():
-        model(torch.tensor([prompt]), cache=cache, use_cache=True)
+        model(torch.tensor([prompt]), **{cache_argument(model): cache}, use_cache=True)
     return cache
 
 

@@ -21,6 +21,11 @@ def folder() -> Path:
         pytest.skip(str(error))
 
 
+def test_a_folder_that_cannot_be_made_is_said() -> None:
+    with pytest.raises(UsageError, match="set LMCACHE_STREAM_MODELS to a folder that can be written"):
+        ensure_smollm2("/proc/nowhere")
+
+
 @pytest.mark.model
 async def test_it_knows_the_capital_of_france(folder: Path) -> None:
     async with EmbeddedEngine(folder, cache="memory://smollm2") as engine:
