@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, Generic, Literal, TypeVar
+from contextlib import AbstractAsyncContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Final, Generic, Literal, TypeVar
 
-from lmcache_stream import portal
+from lmcache_stream import observe, portal
+from lmcache_stream.batch_journal import BatchJournal, Call, JournaledPhase, describe
 from lmcache_stream.editors.base import Editor
 from lmcache_stream.errors import LMCacheBatchedStreamError, UsageError
 from lmcache_stream.metrics import (
@@ -24,6 +26,9 @@ from lmcache_stream.metrics import (
 from lmcache_stream.progress import PhaseProgress, ProgressOption, watching
 from lmcache_stream.rounds import EditsWhileDecoding, ModifyFn
 from lmcache_stream.stream import AsyncLMCacheStream, LMCacheStream, ModifyReceipt
+
+if TYPE_CHECKING:
+    import os
 
 __all__ = ["AsyncBatchedStream", "LMCacheBatchedStream", "LMCacheBatchedStreamError"]
 
@@ -90,29 +95,61 @@ class AsyncBatchedStream(_Members[AsyncLMCacheStream]):
             `metrics`), or "collect" them in the report's `failures` section. The others always keep their results.
         progress: Called with a `PhaseProgress` whenever a stream is through; None shows a bar where standard error is
             a terminal, False shows none.
+        journal: A file to keep what became of each stream in each phase, so that the same program, run again after an
+            exception, a signal or a kill, goes on where it stopped. It is begun if there is none.
+
+    With a journal, streams are known by their place in the batch: add the same prompts in the same order, and ask for
+    the same phases. What is different is a `UsageError`; further prompts at the end, and further phases, are welcome.
+    A stream that was through with a phase has its tokens, text, metrics and receipt (without `kept_positions`) at once,
+    and nothing is sent for it. One that was in the middle of a phase does that phase again, from where it was before;
+    if the cache has lost its edit, or the KV that is to be edited, it does the earlier phases again, too. A failed one
+    is tried again, unless it went on to a later phase. Only what the batch does is kept, not what is done with its
+    streams besides. The file holds ids, text and figures, no KV. It is written whenever a stream is through, which
+    outlives the process, and synced every few seconds and at the end of a phase; only one process at a time may run a
+    phase with it.
 
     Attributes:
         perf_metrics: Metrics of each stream's last request, by stream id; of the last `run_streams` only.
         receipts: Receipt of each stream's last edit, by stream id; of the last `modify_stream`, or `decode` with edits.
         failures: Exception of each stream that failed in the last phase, by stream id.
+        restored: Ids of the streams whose part in the last phase was taken from the journal.
     """
 
     _stream_type = AsyncLMCacheStream
     perf_metrics: dict[str, StreamPerfMetrics]
     receipts: dict[str, ModifyReceipt]
     failures: dict[str, BaseException]
+    restored: frozenset[str]
 
     def __init__(
-        self, *, max_concurrency: int | None = None, on_error: OnError = "raise", progress: ProgressOption = None
+        self,
+        *,
+        max_concurrency: int | None = None,
+        on_error: OnError = "raise",
+        progress: ProgressOption = None,
+        journal: str | os.PathLike[str] | None = None,
     ) -> None:
         _check_options(max_concurrency, on_error)
         self._streams: dict[str, AsyncLMCacheStream] = {}
+        self._journal = BatchJournal(journal) if journal is not None else None
         self._max_concurrency = max_concurrency
         self._on_error: OnError = on_error
         self._progress = progress
         self.perf_metrics = {}
         self.receipts = {}
         self.failures = {}
+        self.restored = frozenset()
+
+    def add(self, stream: AsyncLMCacheStream) -> None:
+        """Make `stream` part of the batch, keyed by `stream.stream_id()`.
+
+        Raises:
+            LMCacheBatchedStreamError: It is part of it already.
+            TypeError: It is a stream of the other face.
+        """
+        super().add(stream)
+        if self._journal is not None:
+            self._journal.add(stream.stream_id(), stream._state)
 
     async def prefill(
         self,
@@ -317,9 +354,13 @@ class AsyncBatchedStream(_Members[AsyncLMCacheStream]):
     ) -> float:
         results: dict[str, StreamPerfMetrics] = {}
         self.perf_metrics = results
+        asked: dict[str, Any] = {"generate": dict(sampling_params)}
+        if edits is not None:
+            asked |= {"edit_every": edits.every, "editor": describe(edits.editor)}
         return await self._run_phase(
             phase,
             selected,
+            Call(False, asked),
             lambda stream: stream._generate(sampling_params, (), edits, timeout),
             self._bound(max_concurrency, None),
             results,
@@ -340,6 +381,7 @@ class AsyncBatchedStream(_Members[AsyncLMCacheStream]):
         return await self._run_phase(
             "modify",
             selected,
+            Call(True, {"modify": describe(fn)}),
             lambda stream: stream.modify_kv(fn, timeout=timeout, poll_interval=poll_interval),
             self._bound(max_concurrency, _MODIFY_CONCURRENCY),
             results,
@@ -355,36 +397,63 @@ class AsyncBatchedStream(_Members[AsyncLMCacheStream]):
         self,
         phase: str,
         selected: Mapping[str, AsyncLMCacheStream],
+        call: Call,
         operation: Callable[[AsyncLMCacheStream], Awaitable[_Result]],
         max_concurrency: int | None,
         results: dict[str, _Result],
     ) -> float:
         """One gather over the selected streams, in seconds; `results` and `failures` fill as streams are through."""
-        self.failures = failures = {}
+        failures: dict[str, BaseException] = {}
+        self.failures = failures
+        self.restored = frozenset()
         if not selected:
             return 0.0
-        slots = asyncio.Semaphore(max_concurrency or len(selected))
+        async with self._kept(call) as kept:
+            if kept is not None:
+                results_before, failures_before = await kept.take(selected, operation)
+                results.update(results_before)
+                failures.update(failures_before)
+                self.restored = frozenset({*results, *failures})
+            left = {stream_id: stream for stream_id, stream in selected.items() if stream_id not in self.restored}
+            slots = asyncio.Semaphore(max_concurrency or len(selected))
 
-        with watching(self._progress, phase, len(selected)) as show:
+            with watching(self._progress, phase, len(selected)) as show:
 
-            async def run(stream_id: str, stream: AsyncLMCacheStream) -> None:
-                async with slots:
-                    try:
-                        results[stream_id] = await operation(stream)
-                    except BaseException as error:
-                        failures[stream_id] = error
-                        raise
-                    finally:
-                        done = len(results) + len(failures)
-                        show(PhaseProgress(phase, len(selected), done, len(failures)))
+                def tell() -> None:
+                    show(PhaseProgress(phase, len(selected), len(results) + len(failures), len(failures)))
 
-            start = time.perf_counter()
-            outcomes = await asyncio.gather(*(run(*member) for member in selected.items()), return_exceptions=True)
-            duration = time.perf_counter() - start
+                async def run(stream_id: str, stream: AsyncLMCacheStream) -> None:
+                    async with slots:
+                        try:
+                            results[stream_id] = await (kept.do(stream, operation) if kept else operation(stream))
+                        except BaseException as error:
+                            failures[stream_id] = error
+                            raise
+                        finally:
+                            tell()
 
-        of_streams = dict(zip(selected, outcomes, strict=True))
-        self.failures = {of: error for of, error in of_streams.items() if isinstance(error, BaseException)}
+                if self.restored:
+                    tell()
+                start = time.perf_counter()
+                with observe.span(
+                    phase,
+                    {"lmcache_stream.phase": phase, "lmcache_stream.streams": len(left)},
+                    duration="lmcache_stream.phase.duration",
+                    measured=("lmcache_stream.phase",),
+                ) as span:
+                    outcomes = await asyncio.gather(*(run(*member) for member in left.items()), return_exceptions=True)
+                    span.set({"lmcache_stream.failures": len(failures)})
+                duration = time.perf_counter() - start
+                if kept is not None:
+                    duration += kept.seconds
+
+        failed = {of: error for of, error in zip(left, outcomes, strict=True) if isinstance(error, BaseException)}
+        failed |= {stream_id: error for stream_id, error in failures.items() if stream_id in self.restored}
+        self.failures = {stream_id: failed[stream_id] for stream_id in selected if stream_id in failed}
         return duration
+
+    def _kept(self, call: Call) -> AbstractAsyncContextManager[JournaledPhase | None]:
+        return self._journal.phase(call) if self._journal is not None else nullcontext()
 
     def _select(self, stream_ids: Sequence[str] | None) -> dict[str, AsyncLMCacheStream]:
         if stream_ids is None:
@@ -413,15 +482,23 @@ class LMCacheBatchedStream(_Members[LMCacheStream]):
         max_concurrency: As for `AsyncBatchedStream`.
         on_error: As for `AsyncBatchedStream`.
         progress: As for `AsyncBatchedStream`; it is called on the background event loop.
+        journal: As for `AsyncBatchedStream`.
     """
 
     _stream_type = LMCacheStream
 
     def __init__(
-        self, *, max_concurrency: int | None = None, on_error: OnError = "raise", progress: ProgressOption = None
+        self,
+        *,
+        max_concurrency: int | None = None,
+        on_error: OnError = "raise",
+        progress: ProgressOption = None,
+        journal: str | os.PathLike[str] | None = None,
     ) -> None:
         self._streams: dict[str, LMCacheStream] = {}
-        self._async_batch = AsyncBatchedStream(max_concurrency=max_concurrency, on_error=on_error, progress=progress)
+        self._async_batch = AsyncBatchedStream(
+            max_concurrency=max_concurrency, on_error=on_error, progress=progress, journal=journal
+        )
 
     def add(self, stream: LMCacheStream) -> None:
         """Make `stream` part of the batch, keyed by `stream.stream_id()`; errors as `AsyncBatchedStream.add`."""
@@ -442,6 +519,11 @@ class LMCacheBatchedStream(_Members[LMCacheStream]):
     def failures(self) -> dict[str, BaseException]:
         """Exception of each stream that failed in the last phase, by stream id."""
         return self._async_batch.failures
+
+    @property
+    def restored(self) -> frozenset[str]:
+        """Ids of the streams whose part in the last phase was taken from the journal."""
+        return self._async_batch.restored
 
     def prefill(
         self,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +29,6 @@ __all__ = ["FORMAT", "Journal", "JournalContent", "read_journal"]
 
 FORMAT: Final = 1
 """Version of the format, as the header tells it."""
-
-_encode = msgspec.json.Encoder().encode
 
 
 @dataclass(frozen=True)
@@ -78,12 +77,13 @@ def read_journal(path: str | os.PathLike[str]) -> JournalContent:
 class Journal:
     """Appends entries to a journal; only one process at a time holds it open.
 
-    Make one with `create` or `reopen`, and close it, or use it in `with`.
+    Make one with `create`, `reopen`, `open` or `go_on`, and close it, or use it in `with`.
     """
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
         self._descriptor: int | None = descriptor
+        self._appending = threading.Lock()
 
     @classmethod
     def create(cls, path: str | os.PathLike[str], header: Mapping[str, Any]) -> Self:
@@ -105,6 +105,40 @@ class Journal:
         return journal
 
     @classmethod
+    def open(cls, path: str | os.PathLike[str], header: Mapping[str, Any]) -> tuple[Self, JournalContent]:
+        """Go on with a journal as `reopen` does; begin it as `create` does where there is none, or a torn header only.
+
+        Raises:
+            UsageError: It cannot be made, read or written, is no journal of this format, or another process holds it.
+        """
+        journal = cls(Path(path), _open(Path(path), os.O_CREAT))
+        try:
+            first = msgspec.json.encode({"journal": FORMAT, **header}) + b"\n"
+            data = Path(path).read_bytes()
+            if len(data) < len(first) and first.startswith(data):
+                os.ftruncate(journal._open_descriptor(), 0)
+                journal.append({"journal": FORMAT, **header})
+            content = read_journal(path)
+            os.ftruncate(journal._open_descriptor(), content.size)
+        except BaseException:
+            journal.close()
+            raise
+        return journal, content
+
+    @classmethod
+    def go_on(cls, path: str | os.PathLike[str], size: int) -> Self:
+        """Append to a journal that this process closed when it had `size` bytes.
+
+        Raises:
+            UsageError: It is gone, cannot be written, another process holds it or has written to it since.
+        """
+        journal = cls(Path(path), _open(Path(path), 0))
+        if journal.size != size:
+            journal.close()
+            raise UsageError(f"somebody else has written to {path} since: run one batch at a time with it")
+        return journal
+
+    @classmethod
     def reopen(cls, path: str | os.PathLike[str]) -> tuple[Self, JournalContent]:
         """Go on with a journal: cut a torn last line off, and append after what it holds.
 
@@ -120,18 +154,24 @@ class Journal:
             raise
         return journal, content
 
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+        return os.fstat(self._open_descriptor()).st_size
+
     def append(self, entry: object) -> None:
-        """Append an entry: anything that msgspec writes as a JSON object.
+        """Append an entry: anything that msgspec writes as a JSON object. It may be called from any thread.
 
         Raises:
             OSError: It cannot be written; the journal is as it was.
         """
-        descriptor = self._open_descriptor()
-        line = _encode(entry) + b"\n"
-        written = os.write(descriptor, line)
-        if written < len(line):
-            os.ftruncate(descriptor, os.fstat(descriptor).st_size - written)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+        line = msgspec.json.encode(entry) + b"\n"
+        with self._appending:
+            descriptor = self._open_descriptor()
+            written = os.write(descriptor, line)
+            if written < len(line):
+                os.ftruncate(descriptor, os.fstat(descriptor).st_size - written)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
     def sync(self) -> None:
         """Wait until everything is on the disk. It blocks: call it in a thread."""

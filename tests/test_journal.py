@@ -56,6 +56,53 @@ def test_going_on_appends(tmp_path: Path) -> None:
     assert numbers(path) == [1, 2]
 
 
+def test_open_begins_and_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    for known in range(3):
+        journal, content = Journal.open(path, {"of": "tests"})
+        with journal:
+            assert content.header == {"of": "tests"}
+            assert [entry.number for entry in content.entries(Entry)] == list(range(known))
+            journal.append(Entry(known))
+    with pytest.raises(UsageError, match="No such file"):
+        Journal.open(tmp_path / "none" / "journal.jsonl", {})
+
+
+@pytest.mark.parametrize("torn", [b"", b"{", b'{"journal":1,"of":"tests"}'])
+def test_open_begins_anew_after_a_torn_header(torn: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    path.write_bytes(torn)
+    journal, content = Journal.open(path, {"of": "tests"})
+    with journal:
+        journal.append(Entry(1))
+    assert content.lines == ()
+    assert numbers(path) == [1]
+
+
+def test_open_leaves_another_file_alone(tmp_path: Path) -> None:
+    path = tmp_path / "other"
+    for content in (b"nonsense", b"nonsense\n", b'{"journal":1,"of":"test'):
+        path.write_bytes(content)
+        with pytest.raises(UsageError, match="no journal"):
+            Journal.open(path, {"of": "other"})
+        assert path.read_bytes() == content
+
+
+def test_going_on_where_this_process_stopped(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    write(path, Entry(1))
+    size = path.stat().st_size
+    with Journal.go_on(path, size) as journal:
+        assert journal.size == size
+        journal.append(Entry(2))
+    assert numbers(path) == [1, 2]
+    with pytest.raises(UsageError, match="somebody else has written"):
+        Journal.go_on(path, size)
+    path.unlink()
+    with pytest.raises(UsageError, match="No such file"):
+        Journal.go_on(path, size)
+
+
 @given(data=st.data())
 @settings(deadline=None, max_examples=40)
 def test_cut_anywhere_only_torn_entries_are_lost(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:

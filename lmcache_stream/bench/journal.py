@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Self
+from typing import Final, Self
 
 import msgspec
 
+from lmcache_stream import journal
 from lmcache_stream.errors import UsageError
 
 __all__ = ["Edited", "Journal", "Outcome", "Record"]
@@ -66,10 +66,6 @@ class Record(msgspec.Struct, frozen=True):
     edited: dict[str, Edited]
 
 
-class Header(msgspec.Struct, tag="header", frozen=True):
-    settings: dict[str, str]
-
-
 class Definition(msgspec.Struct, tag="variant", frozen=True):
     label: str
     definition: str
@@ -94,14 +90,18 @@ class Journal:
         self._records: dict[tuple[str, str], Record] = {}
         self._definitions: dict[str, str] = {}
         self._path = path
-        self._file: BinaryIO | None = None
+        self._file: journal.Journal | None = None
         if path is None:
             return
-        whole = self._load(path, settings) if path.exists() else 0
-        self._file = path.open("ab")
-        self._file.truncate(whole)
-        if not whole:
-            self._write(Header(settings))
+        _renew_header(path)
+        self._file, content = journal.Journal.open(path, {"settings": settings})
+        try:
+            self._check(path, content.header.get("settings", {}), settings)
+            for item in content.entries(Definition | Measured):
+                self._take(item)
+        except BaseException:
+            self.close()
+            raise
 
     def define(self, label: str, definition: str) -> None:
         """Say what a label means.
@@ -141,24 +141,12 @@ class Journal:
     ) -> None:
         self.close()
 
-    def _load(self, path: Path, settings: dict[str, str]) -> int:
-        """Read the file; return the length of its whole lines: an interruption may leave a broken one at the end."""
-        decoder = msgspec.json.Decoder(Header | Definition | Measured)
-        content = path.read_bytes()
-        whole = content.rfind(b"\n") + 1
-        for number, line in enumerate(content[:whole].splitlines(), start=1):
-            try:
-                item = decoder.decode(line)
-            except msgspec.MsgspecError as error:
-                raise UsageError(f"{path}, line {number}, is no line of a journal ({error}): name another") from error
-            match item:
-                case Header(settings=found):
-                    self._check(path, found, settings)
-                case Definition(label=label, definition=definition):
-                    self._definitions[label] = definition
-                case Measured(record=record):
-                    self._records[record.group, record.id] = record
-        return whole
+    def _take(self, item: Definition | Measured) -> None:
+        match item:
+            case Definition(label=label, definition=definition):
+                self._definitions[label] = definition
+            case Measured(record=record):
+                self._records[record.group, record.id] = record
 
     def _check(self, path: Path, found: dict[str, str], settings: dict[str, str]) -> None:
         for name in sorted({*found, *settings}):
@@ -168,8 +156,20 @@ class Journal:
                     " remove it, or write elsewhere"
                 )
 
-    def _write(self, item: Header | Definition | Measured) -> None:
+    def _write(self, item: Definition | Measured) -> None:
         if self._file is not None:
-            self._file.write(msgspec.json.encode(item) + b"\n")
-            self._file.flush()
-            os.fsync(self._file.fileno())
+            self._file.append(item)
+            self._file.sync()
+
+
+_OLD_HEADER: Final = b'{"type":"header",'
+
+
+def _renew_header(path: Path) -> None:
+    """Give a journal that was begun before journals had one format the header of that format, in its place."""
+    if not path.exists():
+        return
+    with path.open("r+b") as file:
+        if file.read(len(_OLD_HEADER)) == _OLD_HEADER:
+            file.seek(0)
+            file.write(b'{"journal":%d,' % journal.FORMAT + b"    ")

@@ -1,0 +1,575 @@
+"""A batch's journal: what became of every stream in every phase, so that a batch that was broken off can go on.
+
+It holds ids, text and figures, no KV: a stream's ids once, what each request added, and the ids that each edit left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import re
+import time
+from array import array
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
+
+import msgspec
+import torch
+
+from lmcache_stream.editors.base import Editor
+from lmcache_stream.errors import CacheError, LMCacheStreamError, UsageError
+from lmcache_stream.journal import Journal, JournalContent
+from lmcache_stream.metrics import StreamPerfMetrics
+from lmcache_stream.state import ModifyReceipt, StreamState, whole_chunks
+
+if TYPE_CHECKING:
+    import os
+
+    from lmcache_stream.stream import AsyncLMCacheStream
+
+__all__ = ["BatchJournal", "Call", "JournaledPhase", "describe"]
+
+HEADER: Final = {"of": "batch"}
+SYNC_EVERY: Final = 5.0
+"""Seconds between two syncs of a phase that goes on; the end of a phase syncs, too."""
+
+Operation: TypeAlias = Callable[["AsyncLMCacheStream"], Awaitable[Any]]
+T = TypeVar("T")
+
+DONE_ANEW: Final = 4
+"""Streams that do earlier phases again at once: an edit holds its KV in memory."""
+
+RESTORED_AT_ONCE: Final = 64
+"""Streams that are restored before others get their turn on the event loop."""
+
+_encode = msgspec.json.Encoder(enc_hook=repr, order="deterministic").encode
+
+
+class _Run(msgspec.Struct, frozen=True, tag="run", tag_field="kind"):
+    """What follows was done by another process."""
+
+
+class _Member(msgspec.Struct, frozen=True, tag="stream", tag_field="kind"):
+    """A stream as it was added: its place in the batch, and a digest of its ids and salt."""
+
+    stream: int
+    prompt: str
+
+
+class _Asked(msgspec.Struct, frozen=True, tag="call", tag_field="kind"):
+    """What a phase asked of its streams."""
+
+    call: int
+    asked: dict[str, Any]
+
+
+class _Change(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What an operation did to a stream.
+
+    Args:
+        keep: How many ids, of those before it with their suffix, its ids begin with.
+        then: Its other ids; None: those that were generated.
+        generated: Ids that were generated.
+        text: Text that came with them.
+    """
+
+    keep: int
+    then: list[int] | None = None
+    suffix: list[int] = []
+    salt: str = ""
+    expected: int = 0
+    stored: int = 0
+    fingerprint: list[list[int]] | None = None
+    unverified: bool = False
+    shared: bool = False
+    lost: int = 0
+    generated: list[int] = []
+    text: str = ""
+    done: bool = False
+    finish_reason: str | None = None
+
+
+class _Request(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The figures of a request; arrivals in seconds since it was sent."""
+
+    duration: float
+    input_tokens: int
+    times: list[float] = []
+    cached_tokens: int | None = None
+    edit_shortfall: int = 0
+
+
+class _Receipt(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The receipt of an edit, without the positions that it kept."""
+
+    tokens_before: int
+    tokens_after: int
+    asked: float | int | None = None
+    chunks_stored: int = 0
+    recomputed: int = 0
+    bytes_moved: int = 0
+    seconds: dict[str, float] = {}
+    salt: str = ""
+    stored: bool = True
+
+
+class _Done(msgspec.Struct, frozen=True, omit_defaults=True, tag="done", tag_field="kind"):
+    """One operation of one stream.
+
+    Args:
+        stream: Its place in the batch.
+        step: How many operations of it came before; what the journal has from there on no longer holds.
+        call: What was asked.
+        at: Seconds since the phase began.
+        change: What became of the stream.
+        request: Of a request, and of one in which edits were made.
+        receipt: Of an edit, and of the last one in a request.
+        error: Why it failed; empty if it did not.
+        run: Which process did it; set when the journal is read.
+    """
+
+    stream: int
+    step: int
+    call: int
+    at: float
+    change: _Change
+    request: _Request | None = None
+    receipt: _Receipt | None = None
+    error: str = ""
+    run: int = -1
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a phase asks of its streams.
+
+    Args:
+        edits: Whether it needs the KV of the streams.
+        asked: Everything that decides what comes out, as JSON values.
+    """
+
+    edits: bool
+    asked: Mapping[str, Any]
+
+
+@dataclass
+class _Kept:
+    """A stream and what the journal holds of it.
+
+    Args:
+        index: Its place in the batch.
+        state: The stream's own.
+        fresh: As it was added.
+        known: As the last entry left it.
+        entries: What the journal holds, operation by operation.
+        taken: How many of them this run has taken.
+        operations: What this run asked for, to do it again if the cache has lost the KV.
+        is_restored: Whether the last operation was taken from the journal.
+        is_lost: Whether nothing more is written about it in this run.
+    """
+
+    index: int
+    state: StreamState
+    fresh: StreamState
+    known: StreamState
+    entries: list[_Done] = field(default_factory=list)
+    taken: int = 0
+    operations: list[tuple[int, Operation, str]] = field(default_factory=list)
+    is_restored: bool = False
+    is_lost: bool = False
+
+    @property
+    def has_more(self) -> bool:
+        """Whether the journal tells how the next operation ended; one that failed last is to be tried again."""
+        more = self.entries[self.taken :]
+        return len(more) > 1 or (len(more) == 1 and not more[0].error)
+
+
+class BatchJournal:
+    """Keeps a batch's streams in a file, and takes from it what an earlier run has done.
+
+    The file is open, and nobody else's, while a phase runs. A line is written when a stream is through; it survives the
+    end of the process at once, and the end of the machine after a few seconds.
+
+    Args:
+        path: The file; begun if there is none.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = Path(path)
+        self._kept: dict[str, _Kept] = {}
+        self._members = 0
+        self._calls: dict[bytes, int] = {}
+        self._journal: Journal | None = None
+        self._size: int | None = None
+        self._run = 0
+        self._phases = 0
+        self._opening = asyncio.Lock()
+        self.doing_anew: asyncio.Semaphore = asyncio.Semaphore(DONE_ANEW)
+        self._read: dict[int, tuple[str, list[_Done]]] = {}
+
+    def add(self, stream_id: str, state: StreamState) -> None:
+        """Keep a stream, which is known by its place in the batch from now on."""
+        self._kept[stream_id] = _Kept(len(self._kept), state, state.copy(), state.copy())
+
+    @asynccontextmanager
+    async def phase(self, call: Call) -> AsyncIterator[JournaledPhase]:
+        """Hold the file open for a phase.
+
+        Raises:
+            UsageError: It is no journal of these streams, or another process writes it.
+            OSError: It could not be written.
+        """
+        async with self._opening:
+            if self._phases == 0:
+                try:
+                    await _in_thread(self._open)
+                except BaseException:
+                    await self._close()
+                    raise
+            self._phases += 1
+        try:
+            async with self._opening:
+                number = await _in_thread(self._prepare, call)
+            phase = JournaledPhase(self, number, call.edits)
+            syncing = asyncio.create_task(self._sync_now_and_then())
+            try:
+                yield phase
+            finally:
+                syncing.cancel()
+                await _to_the_end(syncing)
+        finally:
+            letting_go = asyncio.create_task(self._let_go())
+            await _to_the_end(letting_go)
+            letting_go.result()
+        if phase.error is not None:
+            raise phase.error
+
+    async def _let_go(self) -> None:
+        async with self._opening:
+            self._phases -= 1
+            if self._phases == 0:
+                await self._close()
+
+    async def _close(self) -> None:
+        journal, self._journal = self._journal, None
+        if journal is not None:
+            self._size = journal.size
+            await _in_thread(journal.close)
+
+    async def _sync_now_and_then(self) -> None:
+        while True:
+            await asyncio.sleep(SYNC_EVERY)
+            if self._journal is not None:
+                with contextlib.suppress(OSError):  # what is written next, or the end of the phase, says so
+                    await _in_thread(self._journal.sync)
+
+    def _open(self) -> None:
+        if self._size is not None:
+            self._journal = Journal.go_on(self._path, self._size)
+            return
+        journal, content = Journal.open(self._path, HEADER)
+        try:
+            self._take_over(content)
+            journal.append(_Run())
+        except BaseException:
+            journal.close()
+            raise
+        self._journal = journal
+
+    def _take_over(self, content: JournalContent) -> None:
+        if content.header != HEADER:
+            raise UsageError(f"{self._path} is no journal of a batch: name another file")
+        entry: Any
+        for entry in content.entries(_Run | _Member | _Asked | _Done):
+            match entry:
+                case _Run():
+                    self._run += 1
+                case _Member():
+                    self._read[entry.stream] = entry.prompt, []
+                case _Asked():
+                    self._calls[_encode(entry.asked)] = entry.call
+                case _Done():
+                    entries = self._read[entry.stream][1]
+                    entries[entry.step :] = [msgspec.structs.replace(entry, run=self._run)]
+
+    def _prepare(self, call: Call) -> int:
+        """Let the streams that were added take part; the number of what is asked of them."""
+        self._enroll()
+        return self._call(call)
+
+    def _enroll(self) -> None:
+        """Let the streams that were added have what the journal holds of them."""
+        assert self._journal is not None
+        added = list(self._kept.values())[self._members :]
+        for kept in added:
+            prompt = _digest(kept.fresh)
+            known = self._read.get(kept.index)
+            if known is None:
+                self._journal.append(_Member(kept.index, prompt))
+            elif known[0] != prompt:
+                raise UsageError(
+                    f"stream {kept.index} of this batch (the first is 0) has another prompt or salt than in "
+                    f"{self._path}: add the same prompts in the same order, or name another journal"
+                )
+        for kept in added:
+            kept.entries = self._read.pop(kept.index, ("", []))[1]
+        self._members += len(added)
+
+    def _call(self, call: Call) -> int:
+        assert self._journal is not None
+        asked = _encode(call.asked)
+        if asked not in self._calls:
+            self._journal.append(_Asked(len(self._calls), msgspec.json.decode(asked)))
+            self._calls[asked] = len(self._calls)
+        return self._calls[asked]
+
+    def _words(self, call: int) -> str:
+        return next(asked.decode() for asked, number in self._calls.items() if number == call)
+
+
+class JournaledPhase:
+    """One phase of a batch, as its journal sees it.
+
+    Attributes:
+        seconds: That earlier runs spent on what was taken from the journal.
+        error: Why the journal could not be written any more.
+    """
+
+    def __init__(self, journal: BatchJournal, call: int, edits: bool) -> None:
+        self._batch = journal
+        self._call = call
+        self._edits = edits
+        self._began = time.perf_counter()
+        self._seconds: dict[int, float] = {}
+        self.error: OSError | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Time of all its runs, in seconds."""
+        return sum(self._seconds.values())
+
+    async def take(
+        self, stream_ids: Iterable[str], operation: Operation
+    ) -> tuple[dict[str, Any], dict[str, LMCacheStreamError]]:
+        """Bring streams to where an earlier run had them after this phase: outcome, or failure, by stream id.
+
+        An operation that failed, or of which nothing is known, is not among them, unless more is known of its stream.
+
+        Raises:
+            UsageError: The earlier run asked for something else; nothing is changed.
+        """
+        due = {stream_id: self._batch._kept[stream_id] for stream_id in stream_ids}
+        for kept in due.values():
+            if kept.has_more and kept.entries[kept.taken].call != self._call:
+                earlier = self._batch._words(kept.entries[kept.taken].call)
+                raise UsageError(
+                    f"operation {kept.taken} of stream {kept.index} (the first is 0) was {earlier} in "
+                    f"{self._batch._path}, and now it is {self._batch._words(self._call)}: ask for the same, or name "
+                    "another journal"
+                )
+        outcomes: dict[str, Any] = {}
+        failures: dict[str, LMCacheStreamError] = {}
+        for number, (stream_id, kept) in enumerate(due.items(), start=1):
+            if number % RESTORED_AT_ONCE == 0:
+                await asyncio.sleep(0)
+            if not kept.has_more:
+                del kept.entries[kept.taken :]
+                continue
+            entry = kept.entries[kept.taken]
+            kept.taken += 1
+            kept.is_restored = True
+            kept.operations.append((self._call, operation, entry.error))
+            _restore(kept, entry)
+            self._seconds[entry.run] = max(self._seconds.get(entry.run, 0.0), entry.at)
+            if entry.error:
+                failures[stream_id] = LMCacheStreamError(f"in an earlier run: {entry.error}")
+            else:
+                outcomes[stream_id] = kept.state.last_receipt if self._edits else kept.state.last_metrics
+        return outcomes, failures
+
+    async def do(self, stream: AsyncLMCacheStream, operation: Callable[[AsyncLMCacheStream], Awaitable[T]]) -> T:
+        """Do an operation and write what became of it; first do again what the cache has lost."""
+        kept = self._batch._kept[stream.stream_id()]
+        if kept.is_restored:
+            kept.is_restored = False
+            if not await _has_kv(stream, self._edits):
+                await self._do_anew(stream, kept)
+        try:
+            outcome = await operation(stream)
+        except Exception as error:
+            await self._write(kept, self._call, operation, error=f"{type(error).__name__}: {error}")
+            raise
+        await self._write(kept, self._call, operation, outcome=outcome)
+        return outcome
+
+    async def _do_anew(self, stream: AsyncLMCacheStream, kept: _Kept) -> None:
+        _become(kept.state, kept.fresh)
+        kept.known = kept.fresh.copy()
+        operations, kept.operations, kept.entries = kept.operations, [], []
+        try:
+            async with self._batch.doing_anew:
+                for call, operation, error in operations:
+                    outcome = None if error else await operation(stream)
+                    await self._write(kept, call, operation, outcome=outcome, error=error, at=0.0)
+        except BaseException:
+            kept.is_lost = True
+            raise
+
+    async def _write(
+        self,
+        kept: _Kept,
+        call: int,
+        operation: Operation,
+        *,
+        outcome: Any = None,
+        error: str = "",
+        at: float | None = None,
+    ) -> None:
+        if self.error is not None or kept.is_lost:
+            kept.is_lost = True
+            return
+        kept.operations.append((call, operation, error))
+        state = kept.state
+        entry = _Done(
+            stream=kept.index,
+            step=len(kept.entries),
+            call=call,
+            at=time.perf_counter() - self._began if at is None else at,
+            change=_change(kept.known, state),
+            request=_request(outcome) if isinstance(outcome, StreamPerfMetrics) else None,
+            receipt=_receipt(state.last_receipt) if state.last_receipt is not kept.known.last_receipt else None,
+            error=error,
+        )
+        kept.entries.append(entry)
+        kept.taken = len(kept.entries)
+        kept.known = state.copy()
+        assert self._batch._journal is not None
+        try:
+            await _in_thread(self._batch._journal.append, entry)
+        except OSError as failure:
+            self.error = failure
+            kept.is_lost = True
+
+
+async def _in_thread(work: Callable[..., T], *args: object) -> T:
+    """Do something that blocks, to its end, whatever happens to the caller."""
+    future = asyncio.get_running_loop().run_in_executor(None, work, *args)
+    await _to_the_end(future)
+    return future.result()
+
+
+async def _to_the_end(future: asyncio.Future[Any]) -> None:
+    """Wait until it is done; a cancellation of the caller counts only then."""
+    cancelled: asyncio.CancelledError | None = None
+    while not future.done():
+        try:
+            await asyncio.wait({future})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        if not future.cancelled():
+            future.exception()
+        raise cancelled
+
+
+async def _has_kv(stream: AsyncLMCacheStream, edits: bool) -> bool:
+    """Whether the cache still holds what the next operation builds on; if it cannot be asked, that one will say so."""
+    state = stream._state
+    try:
+        if state.stored and await stream._find_edit() < state.stored:
+            return False
+        wanted = whole_chunks(state.expected, stream.ctx.chunk_size) if edits else 0
+        return not wanted or await stream.ctx.lookup(state.tokens[:wanted], state.salt) >= wanted
+    except CacheError:
+        return True
+
+
+def describe(editor: object) -> str:
+    """An editor or a function in words that are the same in another process."""
+    words = repr(editor) if isinstance(editor, Editor) else getattr(editor, "__qualname__", type(editor).__name__)
+    return re.sub(r" at 0x[0-9a-f]+", "", words)
+
+
+def _digest(state: StreamState) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for ids in (state.tokens, state.suffix):
+        digest.update(array("q", ids).tobytes() + b"|")
+    digest.update(state.original_salt.encode())
+    return digest.hexdigest()
+
+
+def _change(before: StreamState, after: StreamState) -> _Change:
+    keep = _common([*before.tokens, *before.suffix], after.tokens)
+    then, generated = after.tokens[keep:], after.generated[len(before.generated) :]
+    return _Change(
+        keep=keep,
+        then=None if then == generated else then,
+        suffix=after.suffix.copy(),
+        salt=after.salt,
+        expected=after.expected,
+        stored=after.stored,
+        fingerprint=after.fingerprint.tolist() if after.fingerprint is not None else None,
+        unverified=after.unverified,
+        shared=after.shared,
+        lost=after.lost,
+        generated=generated,
+        text="".join(after.text_parts[len(before.text_parts) :]),
+        done=after.done,
+        finish_reason=after.finish_reason,
+    )
+
+
+def _common(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many ids both begin with."""
+    most = min(len(first), len(second))
+    if first[:most] == second[:most]:
+        return most
+    return next(at for at in range(most) if first[at] != second[at])
+
+
+def _restore(kept: _Kept, entry: _Done) -> None:
+    change, state = entry.change, kept.known
+    then = change.generated if change.then is None else change.then
+    state.tokens = [*[*state.tokens, *state.suffix][: change.keep], *then]
+    state.suffix = change.suffix.copy()
+    state.generated += change.generated
+    state.decoded += len(change.generated)
+    if change.text:
+        state.text_parts.append(change.text)
+    for name in ("salt", "expected", "stored", "unverified", "shared", "lost", "done", "finish_reason"):
+        setattr(state, name, getattr(change, name))
+    state.fingerprint = torch.tensor(change.fingerprint) if change.fingerprint is not None else None
+    if entry.request is not None:
+        figures = msgspec.structs.asdict(entry.request)
+        state.last_metrics = StreamPerfMetrics.from_times(start=0.0, end=figures.pop("duration"), **figures)
+    if entry.receipt is not None:
+        state.last_receipt = ModifyReceipt(**msgspec.structs.asdict(entry.receipt))
+    _become(kept.state, state)
+
+
+def _become(state: StreamState, other: StreamState) -> None:
+    copy = other.copy()
+    for each in fields(StreamState):
+        setattr(state, each.name, getattr(copy, each.name))
+
+
+def _request(metrics: StreamPerfMetrics) -> _Request:
+    return _Request(
+        duration=metrics.duration,
+        input_tokens=metrics.input_tokens,
+        times=list(metrics.times),
+        cached_tokens=metrics.cached_tokens,
+        edit_shortfall=metrics.edit_shortfall,
+    )
+
+
+def _receipt(receipt: ModifyReceipt | None) -> _Receipt | None:
+    if receipt is None:
+        return None
+    values = {name: getattr(receipt, name) for name in _Receipt.__struct_fields__}
+    return _Receipt(**{**values, "seconds": dict(receipt.seconds)})
