@@ -10,21 +10,20 @@ import asyncio
 from pathlib import Path
 
 from lmcache_stream import AsyncBatchedStream, AsyncLMCacheStream, CompletionsClient, aconnect
-from lmcache_stream.bench.prompts import shipped_prompts
+from lmcache_stream.bench.prompts import Prompt, shipped_prompts
 from lmcache_stream.editors import StreamingLLM
 from lmcache_stream.engine import EmbeddedEngine, ensure_smollm2
 
 CACHE = "memory://async-example"
 
 
-async def drop_and_decode(model: Path, keep: float) -> None:
+async def drop_and_decode(model: Path, keep: float, asked: list[Prompt]) -> None:
     async with (
         EmbeddedEngine(model, cache=CACHE) as engine,
         aconnect(CACHE, model_name=engine.model_name) as cache,
         CompletionsClient(engine.base_url, model=engine.model_name) as client,
     ):
         drop_tokens = StreamingLLM(keep=keep, sinks=4)
-        asked = shipped_prompts()
         prompts = [prompt.token_ids(engine.tokenizer) for prompt in asked]
 
         stream = AsyncLMCacheStream(cache, client, prompts[-1])
@@ -51,7 +50,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="folder of a Hugging Face model (default: SmolLM2-135M-Instruct)")
     parser.add_argument("--keep", type=float, default=0.5, help="share of the KV to keep (default: 0.5)")
     options = parser.parse_args()
-    asyncio.run(drop_and_decode(options.model or ensure_smollm2(), options.keep))
+    asyncio.run(drop_and_decode(options.model or ensure_smollm2(), options.keep, shipped_prompts()))
 
 
 if __name__ == "__main__":

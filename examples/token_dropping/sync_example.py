@@ -45,7 +45,7 @@ def completions_at(base_url: str, model: str) -> PostCompletion:
             f"{base_url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
         finish_reason, usage = None, None
-        with urllib.request.urlopen(request, timeout=60) as response:
+        with urllib.request.urlopen(request, timeout=300) as response:
             for line in response:
                 if line.startswith(b"data: {"):
                     message = json.loads(line.removeprefix(b"data: "))

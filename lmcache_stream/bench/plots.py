@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-from lmcache_stream.errors import UsageError
+from lmcache_stream.plots.look import require_matplotlib, style
 
-__all__ = ["Line", "Panel", "Point", "plot_quality", "require_matplotlib"]
-
-MARKERS: Final = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*", "p", "h")
-DASHES: Final[tuple[Any, ...]] = ("-", "--", "-.", ":", (0, (6, 1, 1, 1, 1, 1)), (0, (1, 1)), (0, (8, 3)))
-GREYS: Final = ("0.0", "0.35", "0.55")
+__all__ = ["Line", "Panel", "Point", "plot_quality"]
 
 
 @dataclass(frozen=True)
@@ -51,19 +47,6 @@ class Panel:
     lines: Sequence[Line]
     reference: float
     logarithmic: bool = False
-
-
-def require_matplotlib() -> Any:
-    """Return `matplotlib.figure.Figure`.
-
-    Raises:
-        UsageError: It is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UsageError("a plot needs matplotlib: pip install 'lmcache-stream[bench]'") from error
-    return Figure
 
 
 def plot_quality(panels: Sequence[Panel], path: Path, caption: str) -> None:
@@ -104,14 +87,3 @@ def draw(axes: Any, line: Line, look: Mapping[str, Any]) -> Any:
         markersize=5,
         **look,
     )
-
-
-def style(index: int) -> dict[str, Any]:
-    """A look that no other of the first 84 lines has in greyscale: marker and dashes differ."""
-    grey = GREYS[index % len(GREYS)]
-    return {
-        "marker": MARKERS[index % len(MARKERS)],
-        "linestyle": DASHES[index % len(DASHES)],
-        "color": grey,
-        "markerfacecolor": "white" if index % 2 else grey,
-    }

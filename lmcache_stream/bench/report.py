@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import html
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from string import ascii_uppercase
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from lmcache_stream.bench.quality_lines import Quality
+from lmcache_stream.bench.quality_lines import Panel, Quality
 from lmcache_stream.bench.result import (
     Distribution,
     EditsWhileDecodingResult,
-    PhaseResult,
     RunResult,
     StreamResult,
     rate,
 )
-from lmcache_stream.bench.svg import Series, line_chart
+from lmcache_stream.bench.svg import chart, line_sample
+from lmcache_stream.errors import UsageError
 from lmcache_stream.metrics import Metrics, Section
+from lmcache_stream.plots import plot_latencies, plot_throughput
+from lmcache_stream.plots.look import plain_axes, require_matplotlib, style
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 __all__ = ["METRIC_NAMES", "render_report", "tables"]
 
@@ -31,7 +37,8 @@ METRIC_NAMES: Final = {
     "e2el_including_client_queue": "End-to-end latency with client queue",
 }
 
-COLOURS: Final = ("#2563eb", "#d97706", "#059669", "#c026d3", "#dc2626", "#0891b2", "#65a30d", "#7c3aed")
+Chart: TypeAlias = "tuple[str, Callable[[Axes], object]]"
+"""A title, and what draws it."""
 
 STYLE: Final = """
 :root { color-scheme: light dark; --ink: #1f2328; --soft: #656d76; --rule: #d0d7de; --back: #ffffff; }
@@ -46,14 +53,10 @@ th { white-space: normal; vertical-align: bottom; }
 th:first-child, td:first-child { text-align: left; padding-left: 0; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 460px), 1fr)); gap: 1rem 2rem; }
 figure { margin: 0; min-width: 0; } figcaption { font-weight: 600; } svg { width: 100%; height: auto; }
-svg text { font-size: 12px; fill: var(--soft); } .grid { stroke: var(--rule); stroke-width: 1; }
-.line { fill: none; stroke-width: 2; }
+svg text { font-family: inherit; }
 .legend { display: flex; flex-wrap: wrap; gap: .25rem 1.25rem; margin: .75rem 0; padding: 0; list-style: none; }
-.legend li::before { content: ""; display: inline-block; width: .8em; height: .8em; border-radius: 2px;
-  margin-right: .4em; background: var(--colour); }
-.legend li.dashed::before { background: repeating-linear-gradient(90deg, var(--colour) 0 3px, transparent 3px 5px); }
+.legend svg { width: 3.6em; vertical-align: middle; margin-right: .4em; }
 """
-_DASHED: Final = ' class="dashed"'
 
 
 def tables(result: Mapping[str, Any], width: int = 80) -> list[Metrics]:
@@ -151,17 +154,12 @@ def render_report(results: Sequence[tuple[str, Mapping[str, Any]]], quality: Qua
     title = "Benchmark: " + ", ".join(dict.fromkeys(str(result.get("model_id", name)) for name, result in results))
     body = [f"<h1>{html.escape(title)}</h1>"]
     body += [_facts(letter, name, result) for letter, (name, result) in zip(letters, results, strict=False)]
-    body += [_run_table(runs) if runs else "", "<h2>Latencies and throughput</h2>" if runs else ""]
-    body += [_legend([name for name, _ in runs]), '<div class="charts">', *_charts(runs), "</div>"]
-    lines = _quality_lines(quality)
-    if quality is not None:
-        body += ["<h2>Quality by kept ratio</h2>", f"<p>{html.escape(quality.about)}</p>", _legend(lines)]
-        body += ['<div class="charts">', *_quality_charts(quality, lines), "</div>"]
-    colours = "".join(_colour_rule(number) for number in range(max(len(runs), len(lines))))
+    body.append(_run_table(runs) if runs else "")
+    body += _drawn(runs, quality)
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{html.escape(title)}</title><style>{STYLE}{colours}</style></head><body>\n"
+        f"<title>{html.escape(title)}</title><style>{STYLE}</style></head><body>\n"
         + "\n".join(filter(None, body))
         + "\n</body></html>\n"
     )
@@ -208,61 +206,65 @@ def _shown(value: Any, form: str) -> str:
     return "–" if value is None else format(value, form)
 
 
+def _drawn(runs: Sequence[tuple[str, RunResult]], quality: Quality | None) -> Iterator[str]:
+    try:
+        require_matplotlib()
+    except UsageError as error:
+        yield f"<p>No charts: {html.escape(str(error))}</p>"
+        return
+    if runs:
+        yield "<h2>Latencies and throughput</h2>"
+        yield _legend([name for name, _ in runs])
+        yield from _figures(_charts(runs))
+    if quality is not None:
+        lines = list(dict.fromkeys(name for panel in quality.panels for name in panel.lines))
+        yield f"<h2>Quality by kept ratio</h2><p>{html.escape(quality.about)}</p>"
+        yield _legend(lines)
+        yield from _figures(_quality_charts(quality, lines))
+
+
 def _legend(names: Sequence[str]) -> str:
-    items = "".join(
-        f'<li{_DASHED if number >= len(COLOURS) else ""} style="--colour:{_colour(number)}">{html.escape(name)}</li>'
-        for number, name in enumerate(names)
-    )
-    return f'<ul class="legend">{items}</ul>' if items else ""
+    items = "".join(f"<li>{line_sample(number)}{html.escape(name)}</li>" for number, name in enumerate(names))
+    return f'<ul class="legend">{items}</ul>'
 
 
-def _colour(number: int) -> str:
-    return COLOURS[number % len(COLOURS)]
+def _figures(charts: Iterator[Chart]) -> Iterator[str]:
+    yield '<div class="charts">'
+    for title, draw in charts:
+        if drawn := chart(title, draw):
+            yield f"<figure><figcaption>{html.escape(title)}</figcaption>{drawn}</figure>"
+    yield "</div>"
 
 
-def _colour_rule(number: int) -> str:
-    dashes = ";stroke-dasharray:6 4" if number >= len(COLOURS) else ""
-    return f".line.s{number}{{stroke:{_colour(number)}{dashes}}}.dot.s{number}{{fill:{_colour(number)}}}"
-
-
-def _charts(runs: Sequence[tuple[str, RunResult]]) -> Iterator[str]:
-    latencies: list[tuple[str, Callable[[PhaseResult], Distribution | None]]] = [
-        (METRIC_NAMES["ttft"], lambda phase: phase.ttft_ms),
-        (METRIC_NAMES["tpot"], lambda phase: phase.tpot_ms),
-        (METRIC_NAMES["itl"], lambda phase: phase.itl_ms),
-        (METRIC_NAMES["itl_spread"], lambda phase: phase.itl_spread_ms),
+def _charts(runs: Sequence[tuple[str, RunResult]]) -> Iterator[Chart]:
+    spreads: list[tuple[str, Callable[[RunResult], Distribution | None]]] = [
+        (METRIC_NAMES["ttft"], lambda run: run.last.ttft_ms),
+        (METRIC_NAMES["tpot"], lambda run: run.last.tpot_ms),
+        (METRIC_NAMES["itl"], lambda run: run.last.itl_ms),
+        (METRIC_NAMES["itl_spread"], lambda run: run.last.itl_spread_ms),
+        ("Time of an edit", lambda run: run.modify.edit_ms if run.modify else None),
+        ("Time of an edit while decoding", lambda run: later.edit_ms if (later := run.edits_while_decoding) else None),
     ]
-    for title, of in latencies:
-        yield _distribution_chart(title, [(name, of(run.last)) for name, run in runs])
-    yield _distribution_chart(
-        "Time of an edit", [(name, run.modify.edit_ms if run.modify else None) for name, run in runs]
-    )
-    while_decoding = [(name, edits.edit_ms if (edits := run.edits_while_decoding) else None) for name, run in runs]
-    yield _distribution_chart("Time of an edit while decoding", while_decoding)
-    prefill = [(name, prefilled.ttft_ms) for name, run in runs[:1] if (prefilled := run.phases.get("prefill"))]
-    yield _distribution_chart("Time to first token of the prefill", prefill)
-    over_time = [Series(name, run.last.throughput) for name, run in runs]
-    yield _figure("Throughput over time", line_chart("Throughput over time", "seconds", "tokens/s", over_time))
+    for title, of in spreads:
+        yield title, _latencies({name: of(run) for name, run in runs})
+    prefills = {name: prefill.ttft_ms for name, run in runs[:1] if (prefill := run.phases.get("prefill"))}
+    yield "Time to first token of the prefill", _latencies(prefills)
+    throughput = {name: run.last.throughput for name, run in runs}
+    yield "Throughput over time", lambda ax: plot_throughput(throughput, ax=ax)
 
 
-def _distribution_chart(title: str, spreads: Sequence[tuple[str, Distribution | None]]) -> str:
-    series = [
-        Series(name, [(value, percent) for percent, value in enumerate(spread.quantiles)] if spread else [])
-        for name, spread in spreads
-    ]
-    return _figure(title, line_chart(f"{title}, cumulative", "milliseconds", "% of values", series))
+def _latencies(spreads: Mapping[str, Distribution | None]) -> Callable[[Axes], object]:
+    runs = {name: [q / 1000 for q in spread.quantiles] if spread else [] for name, spread in spreads.items()}
+    return lambda ax: plot_latencies(runs, ax=ax)
 
 
-def _quality_lines(quality: Quality | None) -> list[str]:
-    """Names of the lines in all panels; each has one colour."""
-    return list(dict.fromkeys(name for panel in quality.panels for name in panel.lines)) if quality else []
-
-
-def _quality_charts(quality: Quality, lines: Sequence[str]) -> Iterator[str]:
+def _quality_charts(quality: Quality, lines: Sequence[str]) -> Iterator[Chart]:
     for panel in quality.panels:
-        series = [Series(name, panel.lines.get(name, []), dots=True) for name in lines]
-        yield _figure(panel.title, line_chart(f"{panel.title}, by kept ratio", "kept ratio", panel.unit, series))
+        yield panel.title, partial(_draw_quality, panel, lines)
 
 
-def _figure(title: str, chart: str) -> str:
-    return f"<figure><figcaption>{html.escape(title)}</figcaption>{chart}</figure>" if chart else ""
+def _draw_quality(panel: Panel, lines: Sequence[str], ax: Axes) -> None:
+    for index, name in enumerate(lines):
+        if points := panel.lines.get(name):
+            ax.plot(*zip(*points, strict=True), label=name, **style(index))
+    plain_axes(ax, "kept ratio", panel.unit)
