@@ -3,12 +3,18 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 PYTEST_ARGS ?=
+LOWEST_TESTS ?= tests/completions tests/editors tests/engine tests/kvcache tests/testing tests/test_batch.py \
+  tests/test_catalogue.py tests/test_main_job.py tests/test_metrics.py tests/test_portal.py tests/test_rotary.py \
+  tests/test_stream.py tests/test_stream_http.py tests/test_transfer.py
 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 BENCH_STAMP := $(VENV)/.bench
+
+FUZZ_STAMP := $(VENV)/.fuzz
+FUZZ_SECONDS ?= 600
 
 KVPRESS_VENV := .venv-kvpress
 KVPRESS_BIN := $(KVPRESS_VENV)/bin
@@ -24,7 +30,15 @@ SMOLLM2 = $$($(BIN)/python -c 'from lmcache_stream.engine import ensure_smollm2;
 # Threads that wait for work should not take the core from others on a busy machine.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: run test check bench profile quality kvpress headline real test-real test-real-all clean
+LOWEST_VENV := .venv-lowest
+LOWEST_BIN := $(LOWEST_VENV)/bin
+LOWEST_STAMP := $(LOWEST_VENV)/.installed
+
+SMOKE_VENV := .venv-smoke
+SMOKE_BIN := $(CURDIR)/$(SMOKE_VENV)/bin
+
+.PHONY: run test check types docs dist smoke test-lowest bench profile quality kvpress headline real test-real test-real-all \
+  faults soak soak-real fuzz clean
 
 run: $(STAMP)
 	$(BIN)/lmcache-stream demo
@@ -37,6 +51,31 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# Whether all that the package shows has a type; pyright looks for the package in the python that is first on the PATH.
+types: $(STAMP)
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pyright --verifytypes lmcache_stream --ignoreexternal
+
+# The API reference, in build/docs.
+docs: $(STAMP)
+	$(BIN)/python -W error .ci/docs.py
+
+# Wheel and sdist, in dist, built twice and compared.
+dist: $(STAMP)
+	$(BIN)/python .ci/dist.py dist
+
+# The wheel in an environment that has nothing else, away from here.
+smoke: dist
+	rm -rf $(SMOKE_VENV)
+	$(PYTHON) -m venv $(SMOKE_VENV)
+	$(SMOKE_BIN)/python -m pip install --quiet "$(TORCH)"
+	$(SMOKE_BIN)/python -m pip install --quiet "$$(ls dist/*.whl)[engine]"
+	cd / && $(SMOKE_BIN)/python -P -W error $(CURDIR)/.ci/smoke.py
+	rm -rf $(SMOKE_VENV)
+
+# The tests with the oldest dependencies that pyproject.toml allows, torch apart.
+test-lowest: $(LOWEST_STAMP)
+	$(LOWEST_BIN)/python -m pytest -m "not real and not model" -W default $(LOWEST_TESTS) $(PYTEST_ARGS)
 
 # Half an hour: results.json and the tables of benchmarks/README.md. BENCH_ARGS=--quick takes minutes. With .venv-real there
 # (make real), KV movement is measured, too.
@@ -74,8 +113,28 @@ test-real: $(STAMP) $(REAL_STAMP)
 test-real-all: $(STAMP) $(REAL_STAMP)
 	$(REAL) $(BIN)/python -m pytest tests/real -m real $(PYTEST_ARGS)
 
+# What every ordered fault leads to, in tests/faults/README.md.
+faults: $(STAMP)
+	$(BIN)/python -m tests.faults
+
+# Ten minutes, or SOAK_MINUTES; more: SOAK_ARGS="--pickled --seed 1 --json soak.json".
+soak: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/soak.py $(SOAK_ARGS)
+
+soak-real: $(STAMP) $(REAL_STAMP)
+	$(REAL) $(BIN)/python benchmarks/soak.py --real $(SOAK_ARGS)
+
+# Ten minutes each for bytes from an engine and frames from a cache server, then many runs of the stream's state machine.
+fuzz: $(FUZZ_STAMP)
+	mkdir -p .fuzz/sse .fuzz/wire
+	$(BIN)/python -m tests.fuzz.fuzz_sse .fuzz/sse tests/fuzz/corpus/sse -max_len=4096 \
+	  -max_total_time=$(FUZZ_SECONDS) -artifact_prefix=.fuzz/
+	$(BIN)/python -m tests.fuzz.fuzz_wire .fuzz/wire tests/fuzz/corpus/wire -max_len=1024 \
+	  -max_total_time=$(FUZZ_SECONDS) -artifact_prefix=.fuzz/
+	LMCACHE_STREAM_MACHINE_EXAMPLES=2000 $(BIN)/python -m pytest tests/test_stream_machine.py --timeout 0
+
 clean:
-	rm -rf $(VENV) $(REAL_VENV) $(KVPRESS_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(REAL_VENV) $(KVPRESS_VENV) $(LOWEST_VENV) $(SMOKE_VENV) build dist .fuzz .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml
@@ -88,6 +147,20 @@ $(STAMP): pyproject.toml
 
 $(BENCH_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet --editable ".[bench]"
+	@touch $@
+
+$(FUZZ_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --editable ".[fuzz]"
+	@touch $@
+
+$(LOWEST_STAMP): pyproject.toml | $(STAMP)
+	$(PYTHON) -m venv --clear $(LOWEST_VENV)
+	$(LOWEST_BIN)/python -m pip install --quiet "$(TORCH)" uv
+	echo "$(TORCH)" > $(LOWEST_VENV)/torch.txt
+	$(LOWEST_BIN)/uv pip install --quiet --python $(LOWEST_BIN)/python --resolution lowest-direct \
+	  --override $(LOWEST_VENV)/torch.txt --editable ".[engine,grpc]"
+	$(LOWEST_BIN)/uv pip install --quiet --python $(LOWEST_BIN)/python \
+	  pytest pytest-asyncio pytest-timeout hypothesis blockbuster requests
 	@touch $@
 
 # kvpress wants a transformers older than 5.3.

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -9,10 +10,22 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_stream import cli
+from lmcache_stream import catalogue, cli
 from lmcache_stream.bench.prompts import Prompt, read_prompts, shipped_prompts
-from lmcache_stream.errors import UsageError
+from lmcache_stream.errors import CacheError, UsageError
 
+COMMANDS = [
+    "",
+    "demo",
+    "up",
+    "doctor",
+    "bench",
+    "bench serve",
+    "bench quality",
+    "bench compare",
+    "editors",
+    "completion",
+]
 WORDS = "Each of the seven lanterns in the hall is lit at dusk by a different hand. " * 12
 
 
@@ -46,19 +59,35 @@ def fails(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[i
 
 
 class TestCommandLine:
-    @pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"]])
-    def test_help(self, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    @pytest.mark.parametrize("words", COMMANDS)
+    @pytest.mark.parametrize("columns", [60, 100])
+    def test_help_fits_the_terminal_and_names_every_option(
+        self, words: str, columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setenv("COLUMNS", str(columns))
         with pytest.raises(SystemExit) as end:
-            cli.main(arguments)
+            cli.main([*words.split(), "--help"])
         assert end.value.code == 0
-        assert "demo" in capsys.readouterr().out
+        lines = capsys.readouterr().out.splitlines()
+        examples = [line for line in lines if line.startswith("  ") and "lmcache-stream " in line]
+        assert max(len(line) for line in lines if line not in examples) <= columns - 2
+        parser = cli._parser(words.split())
+        for word in words.split():
+            (choices,) = (
+                action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction)
+            )
+            parser = choices[word]
+        assert parser.description or not words
+        for action in parser._actions:
+            assert action.help or isinstance(action, argparse._SubParsersAction), action
+            for option in action.option_strings:
+                assert any(option in line for line in lines), option
 
-    def test_help_names_every_option(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_help_says_what_the_exit_status_means(self, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
-            cli.main(["demo", "--help"])
-        shown = capsys.readouterr().out
-        for option in ("--prompts", "--keep", "--editor", "--max-tokens", "--json", "--model"):
-            assert option in shown
+            cli.main(["--help"])
+        shown = " ".join(capsys.readouterr().out.split())
+        assert "0 done; 1 something failed, or was found to be wrong; 2 called wrongly; 130 ended by Ctrl-C" in shown
 
     def test_help_does_not_wait_for_the_commands(self) -> None:
         program = """
@@ -67,7 +96,7 @@ from lmcache_stream import cli
 try:
     cli.main(["--help"])
 except SystemExit:
-    print(sorted({"transformers", "lmcache_stream.engine", "lmcache_stream.bench.demo"} & set(sys.modules)))
+    print(sorted({"torch", "rich", "transformers", "lmcache_stream.bench.demo"} & set(sys.modules)))
 """
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
         assert done.stdout.splitlines()[-1] == "[]"
@@ -77,6 +106,65 @@ except SystemExit:
             cli.main(["--version"])
         assert end.value.code == 0
         assert capsys.readouterr().out.startswith("lmcache-stream ")
+
+    @pytest.mark.parametrize(
+        ("arguments", "said"),
+        [
+            (["demo", "--nonsense"], "demo: there is no --nonsense here; lmcache-stream demo --help tells"),
+            (["demo", "--max-token=4", "--jsn"], "demo: there is no --jsn here, is it --json?"),
+            (["bench", "serve", "--base_url", "x"], "bench serve: there is no --base_url here, is it --base-url?"),
+            (["--versoin"], "lmcache-stream: the following arguments are required: COMMAND"),
+            (["doctor"], "doctor: the following arguments are required: --base-url"),
+            (["doctor", "--base-url=localhost:8000", "--kv-url=tcp://a:1", "--kv-http-url=http://a:1"], "--base-url "),
+            (["completion", "csh"], "invalid choice: 'csh'"),
+        ],
+    )
+    def test_a_wrong_flag_says_which_one_is_meant(
+        self, arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.delenv("LMCACHE_STREAM_BASE_URL", raising=False)
+        monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
+        status, err = fails(capsys, *arguments)
+        assert status == 2
+        assert said in err
+        assert err.count("\n") == 1
+
+    @pytest.mark.parametrize(
+        ("error", "status", "said"),
+        [
+            (KeyboardInterrupt(), 130, "interrupted"),
+            (UsageError("take\n another"), 2, "take another"),
+            (CacheError("it is gone"), 1, "it is gone"),
+            (PermissionError(13, "Permission denied", "out.json"), 1, "Permission denied: 'out.json'"),
+            (ModuleNotFoundError("No module named 'uvloop'", name="uvloop"), 1, "install what uvloop is part of"),
+            (ImportError("cannot import name 'x'", name="lmcache_stream.x"), 1, "pip install --force-reinstall"),
+        ],
+    )
+    def test_an_error_is_one_line_with_its_status(
+        self,
+        error: BaseException,
+        status: int,
+        said: str,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        def fail(_options: argparse.Namespace) -> None:
+            raise error
+
+        monkeypatch.setattr(catalogue, "run", fail)
+        ended, err = fails(capsys, "editors")
+        assert ended == status
+        assert said in err
+        assert err.startswith("lmcache-stream: ")
+        assert err.count("\n") == 1
+
+    def test_a_reader_that_has_seen_enough_ends_it_without_a_word(self) -> None:
+        read, write = os.pipe()
+        os.close(read)
+        program = [sys.executable, "-m", "lmcache_stream.cli", "completion", "bash"]
+        done = subprocess.run(program, stdout=write, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+        os.close(write)
+        assert (done.returncode, done.stderr) == (1, "")
 
     @pytest.mark.parametrize("arguments", [[], ["nonsense"], ["demo", "--nonsense"]])
     def test_nonsense_is_answered_with_one_line(self, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -151,6 +239,62 @@ except SystemExit:
         assert process.returncode == 130
         assert said.splitlines()[-1] == "lmcache-stream: interrupted"
         assert "Traceback" not in said
+
+
+class TestCompletion:
+    def test_bash_completes_commands_options_and_names_of_editors(self, tmp_path: Path) -> None:
+        script = tmp_path / "completion"
+        with script.open("w") as out:
+            subprocess.run(
+                [sys.executable, "-m", "lmcache_stream.cli", "completion", "bash"], stdout=out, check=True, timeout=120
+            )
+        asked = """
+            source "$0"
+            _shtab() {
+              COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMPREPLY=(); _shtab_lmcache_stream; echo ${COMPREPLY[@]}
+            }
+            _shtab lmcache-stream ""
+            _shtab lmcache-stream bench serve --edi
+            _shtab lmcache-stream editors snap
+            """
+        found = subprocess.run(["bash", "-c", asked, script], capture_output=True, text=True, check=True, timeout=20)
+        commands, options, editors = found.stdout.splitlines()
+        assert set(commands.split()) == set(cli.COMMANDS)
+        assert set(options.split()) == {"--editor", "--edit-every"}
+        assert editors == "snapkv"
+
+    @pytest.mark.parametrize(("shell", "begins"), [("zsh", "#compdef lmcache-stream"), ("fish", "# AUTOMATICALLY")])
+    def test_other_shells(self, shell: str, begins: str, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["completion", shell]) == 0
+        printed = capsys.readouterr().out
+        assert printed.startswith(begins)
+        for word in ("doctor", "compare-baseline", "streaming-llm"):
+            assert word in printed
+
+
+class TestJson:
+    """With `--json`, standard output has one JSON object and nothing else."""
+
+    def test_demo(self, model: Path, prompts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["demo", "--model", str(model), "--prompts", str(prompts), "--max-tokens", "2", "--json"]) == 0
+        printed = capsys.readouterr()
+        assert len(json.loads(printed.out)["answers"]) == 2
+        assert "With all of its KV" in printed.err
+
+    def test_bench_serve_and_compare(self, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        few = ("--num-prompts", "2", "--random-input-len", "64", "--random-output-len", "4", "--disable-tqdm")
+        assert cli.main(["bench", "serve", "--model", str(model), *few, "--json"]) == 0
+        printed = capsys.readouterr()
+        assert json.loads(printed.out)["completed"] == 2
+        assert "Serving benchmark" in printed.err
+        result = tmp_path / "result.json"
+        result.write_text(printed.out)
+        assert cli.main(["bench", "compare", str(result), str(result), "--json"]) == 0
+        rows = json.loads(capsys.readouterr().out)["rows"]
+        assert {row["label"]: row["ratio"] for row in rows}["Generated tokens"] == 1.0
+
+    def test_an_error_leaves_standard_output_empty(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert fails(capsys, "demo", "--editor", "nonsense", "--json")[0] == 2
 
 
 class TestDemo:

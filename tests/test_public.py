@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import pkgutil
 import re
@@ -20,6 +21,7 @@ import lmcache_stream.editors
 import lmcache_stream.engine
 import lmcache_stream.kvcache
 import lmcache_stream.metrics
+import lmcache_stream.plots
 import lmcache_stream.stream
 import lmcache_stream.testing
 from lmcache_stream import (
@@ -40,6 +42,7 @@ ROOMS = [
     lmcache_stream.engine,
     lmcache_stream.kvcache,
     lmcache_stream.metrics,
+    lmcache_stream.plots,
     lmcache_stream.stream,
     lmcache_stream.testing,
 ]
@@ -127,10 +130,18 @@ def test_documented_signatures() -> None:
     assert parameters(lmcache_stream.aconnect) == "url, http_url=None, model_name=None, timeout=60.0"
 
 
+def all_modules() -> list[Any]:
+    """Every module of the package but those of generated code."""
+    names = [module.name for module in pkgutil.walk_packages([str(PACKAGE)], "lmcache_stream.")]
+    return [lmcache_stream, *(importlib.import_module(name) for name in names if "_pb2" not in name)]
+
+
 def test_every_public_thing_has_a_docstring_of_its_own() -> None:
     missing = []
-    for room in ROOMS:
-        for name in room.__all__:
+    for room in all_modules():
+        if not room.__doc__:
+            missing.append(room.__name__)
+        for name in getattr(room, "__all__", ()):
             thing = getattr(room, name)
             if not (inspect.isclass(thing) or inspect.isroutine(thing)):
                 continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,6 +16,7 @@ from rich.text import Text
 
 from lmcache_stream.bench.quality_lines import read_quality
 from lmcache_stream.bench.result import read_result, write_result
+from lmcache_stream.console import add_json_flag
 from lmcache_stream.errors import UsageError
 
 __all__ = ["Row", "add_arguments", "compare", "run"]
@@ -68,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quality", type=Path, metavar="FILE", help="what bench quality --json wrote, to be drawn into that page"
     )
+    add_json_flag(parser)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -81,7 +83,11 @@ def run(options: argparse.Namespace) -> None:
     names = [options.first.name, options.second.name]
     if names[0] == names[1]:
         names = [str(options.first), str(options.second)]
-    _show(names, compare(first, second))
+    rows = compare(first, second)
+    if options.json is not None:
+        options.json.write({"first": names[0], "second": names[1], "rows": [asdict(row) for row in rows]})
+    else:
+        _show(names, rows)
     if options.html is not None:
         write_result(options.html, render_report(list(zip(names, (first, second), strict=True)), quality))
 

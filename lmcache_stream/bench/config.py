@@ -9,7 +9,7 @@ import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Final, Literal, get_args
 
 from pydantic import (
     AfterValidator,
@@ -31,6 +31,26 @@ METRICS: Final = ("ttft", "tpot", "itl", "e2el", "client_queue_time", "e2el_incl
 OBJECTIVES: Final = ("ttft", "tpot", "e2el")
 ENVIRONMENT: Final = "LMCACHE_STREAM_"
 FROM_A_FILE = frozenset({"sharegpt", "custom"})
+GROUPS: Final = {
+    "base_url": "servers and model",
+    "dataset_name": "prompts",
+    "request_rate": "load",
+    "ignore_eos": "sampling",
+    "editor": "edits",
+    "goodput": "results",
+}
+"""Heading in the help of a group of options, by the first of them."""
+METAVARS: Final = {
+    "kv_model": "NAME",
+    "model": "NAME",
+    "tokenizer": "NAME",
+    "random_range_ratio": "RATIO",
+    "max_kv_bytes": "SIZE",
+    "extra_body": "JSON",
+    "keep": "N",
+    "quality": "FILE",
+    "result_dir": "FOLDER",
+}
 
 
 class EditorSpec(BaseModel):
@@ -41,7 +61,7 @@ class EditorSpec(BaseModel):
         params: Its parameters.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     params: dict[str, Any] = {}
@@ -165,7 +185,7 @@ Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 class ServeOptions(BaseModel):
     """What `bench serve` is asked to do. Names and defaults are those of `vllm bench serve` where it has them."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+    model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
     base_url: Annotated[str | None, Field(description="a running engine, such as http://localhost:8000")] = None
     kv_url: Annotated[str | None, Field(description="its LMCache server's requests, such as tcp://localhost:5555")] = (
@@ -187,7 +207,8 @@ class ServeOptions(BaseModel):
     ] = None
 
     dataset_name: Annotated[
-        Literal["random", "sharegpt", "custom", "prefix_repetition"], Field(description="where prompts come from")
+        Literal["random", "sharegpt", "custom", "prefix_repetition"],
+        Field(description="where prompts come from: random, sharegpt, custom or prefix_repetition"),
     ] = "random"
     dataset_path: Annotated[
         Path | None, Field(description='sharegpt: a JSON file; custom: JSON lines with "prompt" and "output_tokens"')
@@ -348,21 +369,25 @@ class ServeOptions(BaseModel):
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Declare a flag for each option. A flag that is not given leaves no trace in the parsed options."""
+    parser.usage = "%(prog)s [OPTION ...]"
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with options by the same names")
+    group: argparse._ActionsContainer = parser
     for name, field in ServeOptions.model_fields.items():
+        if name in GROUPS:
+            group = parser.add_argument_group(GROUPS[name])
         flag = "--" + name.replace("_", "-")
         help_ = _help(field.description or "", field.default)
         rules: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": help_}
         if field.annotation is bool:
-            parser.add_argument(flag, action="store_true", **rules)
+            group.add_argument(flag, action="store_true", **rules)
         elif name == "editor":
-            parser.add_argument(flag, action="append", metavar="NAME[:k=v,...]", **rules)
+            group.add_argument(flag, action="append", metavar="NAME[:k=v,...]", **rules)
         elif name == "resume":
-            parser.add_argument(flag, nargs="?", const=True, metavar="JOURNAL", **rules)
+            group.add_argument(flag, nargs="?", const=True, metavar="JOURNAL", **rules)
         elif name in ("goodput", "metadata"):
-            parser.add_argument(flag, nargs="+", metavar="KEY:VALUE" if name == "goodput" else "KEY=VALUE", **rules)
+            group.add_argument(flag, nargs="+", metavar="KEY:VALUE" if name == "goodput" else "KEY=VALUE", **rules)
         else:
-            parser.add_argument(flag, metavar=_metavar(name, field.annotation), **rules)
+            group.add_argument(flag, metavar=_metavar(name, field.annotation), **rules)
 
 
 def load_options(
@@ -440,18 +465,9 @@ def _help(description: str, default: Any) -> str:
 
 
 def _metavar(name: str, annotation: Any) -> str:
-    if get_origin(annotation) is Literal:
-        return "{" + ",".join(get_args(annotation)) + "}"
-    for suffix, metavar in (
-        ("url", "URL"),
-        ("path", "FILE"),
-        ("dir", "FOLDER"),
-        ("quality", "FILE"),
-        ("body", "JSON"),
-        ("name", "NAME"),
-    ):
+    if name in METAVARS:
+        return METAVARS[name]
+    for suffix, metavar in (("url", "URL"), ("path", "FILE"), ("name", "NAME")):
         if name.endswith(suffix):
             return metavar
-    if name in ("model", "tokenizer", "result_filename"):
-        return "NAME"
-    return "LIST" if "percentile" in name else "X" if annotation is float else "N"
+    return "LIST" if "percentile" in name else "X" if float in (annotation, *get_args(annotation)) else "N"

@@ -55,9 +55,11 @@ class Tokenizer(Protocol):
     vocab_size: int
     num_special: int
 
-    def encode(self, text: str, *, special_tokens: bool = True) -> list[int]: ...
+    def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
+        """The ids of a text."""
 
-    def decode(self, ids: Sequence[int]) -> str: ...
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids."""
 
     def plain_ids(self) -> Sequence[int]:
         """Ids that stand for text, in order."""

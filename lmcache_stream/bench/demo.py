@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,23 +15,21 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lmcache_stream.bench.config import EditorSpec, ServeOptions
 from lmcache_stream.bench.interrupts import run_until_interrupt
 from lmcache_stream.bench.live import table_width
 from lmcache_stream.bench.prompts import Prompt, read_prompts, shipped_prompts
+from lmcache_stream.console import add_json_file
 from lmcache_stream.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
     from lmcache_stream.batch import AsyncBatchedStream
-    from lmcache_stream.completions import CompletionsClient
+    from lmcache_stream.bench.datasets import Tokenizer
+    from lmcache_stream.bench.place import Place
     from lmcache_stream.editors import Editor
-    from lmcache_stream.kvcache import AsyncKVCacheContext
     from lmcache_stream.metrics import Metrics
 
-__all__ = ["Answer", "Place", "Report", "add_arguments", "embedded", "run", "run_demo", "served"]
-
-CACHE = "memory://demo"
+__all__ = ["Answer", "Report", "add_arguments", "run", "run_demo"]
 
 
 @dataclass(frozen=True)
@@ -91,9 +88,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--keep", type=_keep, default=0.5, metavar="N", help="KV to keep: a ratio such as 0.5, or a count such as 256"
     )
-    parser.add_argument("--editor", default="streaming-llm", metavar="NAME", help="what drops tokens (streaming-llm)")
+    parser.add_argument(
+        "--editor",
+        default="streaming-llm",
+        metavar="NAME[:k=v,...]",
+        help="what edits the KV, with parameters; `lmcache-stream editors` lists them (streaming-llm)",
+    )
     parser.add_argument("--max-tokens", type=_count, default=48, metavar="N", help="tokens to decode a prompt (48)")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="also write tables and answers to this file, as JSON")
+    add_json_file(parser)
     parser.add_argument(
         "--model",
         type=Path,
@@ -112,12 +114,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Run `lmcache-stream demo`: everything that can be wrong with the options is found before the work begins."""
     prompts = read_prompts(options.prompts) if options.prompts else shipped_prompts()
-    if options.json is not None and (options.json.is_dir() or not options.json.absolute().parent.is_dir()):
-        raise UsageError(f"cannot write {options.json}: --json takes a file in a folder that exists")
+    if options.json is not None:
+        options.json.check()
     if options.model is not None and not options.model.is_dir():
         raise UsageError(f"{options.model} is no folder: --model takes a folder with config.json and the weights")
-    editor = _editor(options.editor, options.keep)
-    place = _place(options, editor)
+    spec, editor = _editor(options.editor, options.keep)
+    place = _place(options, spec, editor)
     reports: list[Report] = []
 
     async def work() -> None:
@@ -127,55 +129,8 @@ def run(options: argparse.Namespace) -> None:
         raise KeyboardInterrupt
     (report,) = reports
     if options.json is not None:
-        options.json.write_text(json.dumps(report.to_dict(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    show(report, prompts, f"{options.editor}, keep {options.keep}")
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where the demo runs: an engine, its cache, and the tokenizer of its model."""
-
-    engine: CompletionsClient
-    cache: AsyncKVCacheContext
-    tokenizer: Any
-
-
-@asynccontextmanager
-async def embedded(model: Path, *, queries: bool = False) -> AsyncIterator[Place]:
-    """Serve `model` in this process; with `queries`, it caches the prompts' queries for editors that need them."""
-    from lmcache_stream.completions import CompletionsClient
-    from lmcache_stream.engine import EmbeddedEngine
-    from lmcache_stream.kvcache import aconnect
-
-    async with (
-        EmbeddedEngine(model, cache=CACHE, queries=queries) as engine,
-        aconnect(CACHE, model_name=engine.model_name) as cache,
-        CompletionsClient(engine.base_url, model=engine.model_name) as client,
-    ):
-        yield Place(client, cache, engine.tokenizer)
-
-
-@asynccontextmanager
-async def served(
-    base_url: str, kv_url: str, kv_http_url: str, model: Path | None, kv_model: str | None = None
-) -> AsyncIterator[Place]:
-    """Use a running vLLM and its LMCache server; the reading of the KV is proven first.
-
-    Raises:
-        UsageError: The model that they serve is no folder on this machine, and `model` does not name one.
-    """
-    from lmcache_stream.completions import CompletionsClient
-    from lmcache_stream.engine.model import load_tokenizer
-    from lmcache_stream.kvcache import aconnect
-
-    async with (
-        CompletionsClient(base_url) as client,
-        aconnect(kv_url, kv_http_url, kv_model, probe=client) as cache,
-    ):
-        folder = model or Path(cache.model_name)
-        if not folder.is_dir():
-            raise UsageError(f"the tokenizer of {cache.model_name} is not here: --model takes the model's folder")
-        yield Place(client, cache, await asyncio.to_thread(load_tokenizer, folder))
+        options.json.write(report.to_dict())
+    show(report, prompts, str(spec))
 
 
 async def run_demo(
@@ -191,10 +146,13 @@ async def run_demo(
 
     greedy: dict[str, Any] = {"temperature": 0}
     async with place as at:
-        _say(f"Prompts to {at.cache.model_name} at {at.engine.base_url}: {len(prompts)}.")
+        assert at.cache is not None
+        if not at.tokenizer.exact and any(prompt.chat for prompt in prompts):
+            raise UsageError(f"the chat template of {at.model} is not here: --model takes the model's folder")
+        _say(f"Prompts to {at.model} at {at.engine.base_url}: {len(prompts)}.")
         full, edited = AsyncBatchedStream(), AsyncBatchedStream()
         for number, prompt in enumerate(prompts, 1):
-            token_ids = prompt.token_ids(at.tokenizer)
+            token_ids = await asyncio.to_thread(_token_ids, prompt, at.tokenizer)
             if len(token_ids) < at.cache.chunk_size:
                 raise UsageError(
                     f"prompt {number} has {len(token_ids)} tokens, and KV is cached in chunks of "
@@ -226,6 +184,11 @@ def show(report: Report, prompts: list[Prompt], edit: str) -> None:
         console.print(Text(score))
 
 
+def _token_ids(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
+    text = tokenizer.chat(prompt.text) if prompt.chat else prompt.text
+    return tokenizer.encode(text, special_tokens=text == prompt.text)  # a template writes its own
+
+
 def _answers(prompts: list[Prompt], full: AsyncBatchedStream, edited: AsyncBatchedStream) -> list[Answer]:
     answers = []
     for prompt, with_all, with_edit in zip(prompts, full, edited, strict=True):
@@ -253,21 +216,31 @@ def _score(prompts: list[Prompt], answers: list[Answer]) -> str | None:
     )
 
 
-def _editor(name: str, keep: float | int) -> Editor:
-    from lmcache_stream import editors
+def _editor(asked: str, keep: float | int) -> tuple[EditorSpec, Editor]:
+    from lmcache_stream.editors import TokenDropping, registry
 
-    return editors.get(name, keep=keep)
+    try:
+        spec = EditorSpec.parse(asked)
+    except ValueError as error:
+        raise UsageError(f"--editor: {error}") from error
+    if issubclass(registry.find(spec.name.replace("_", "-")), TokenDropping):
+        spec = spec.with_keep(keep)
+    return spec, registry.get(spec.name, **spec.params)
 
 
-def _place(options: argparse.Namespace, editor: Editor) -> AbstractAsyncContextManager[Place]:
-    urls = (options.base_url, options.kv_url, options.kv_http_url)
-    if all(urls):
+def _place(options: argparse.Namespace, spec: EditorSpec, editor: Editor) -> AbstractAsyncContextManager[Place]:
+    from lmcache_stream.bench.place import open_place
+
+    urls = {"base_url": options.base_url, "kv_url": options.kv_url, "kv_http_url": options.kv_http_url}
+    if all(urls.values()):
         if "queries" in editor.needs:
-            raise UsageError(f"{options.editor} needs the prompts' queries, which vLLM does not offload: take another")
-        return served(*urls, options.model, options.kv_model)
-    if any((*urls, options.kv_model)):
+            raise UsageError(f"{spec.name} needs the prompts' queries, which vLLM does not offload: take another")
+        tokenizer = str(options.model) if options.model is not None else None
+        return open_place(ServeOptions(**urls, kv_model=options.kv_model, tokenizer=tokenizer, editor=[spec]))
+    if any((*urls.values(), options.kv_model)):
         raise UsageError("--base-url, --kv-url and --kv-http-url go together: give all three, or none")
-    return embedded(options.model or _smollm2(), queries="queries" in editor.needs)
+    model = str(options.model or _smollm2())
+    return open_place(ServeOptions(model=model, editor=[spec]), queries="queries" in editor.needs)
 
 
 def _smollm2() -> Path:

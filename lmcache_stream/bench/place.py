@@ -76,7 +76,7 @@ async def _embedded(options: ServeOptions, queries: bool, held: AsyncExitStack) 
     from lmcache_stream.engine import EmbeddedEngine, ensure_smollm2
     from lmcache_stream.kvcache.memory import EmbeddedCache
 
-    if options.model is not None and _folder(options.model) is None:
+    if options.model is not None and await asyncio.to_thread(_folder, options.model) is None:
         raise UsageError(
             f"--model {options.model} is no model's folder: without --base-url it names the one to serve, with "
             "config.json, weights and tokenizer"
@@ -105,9 +105,9 @@ async def _served(options: ServeOptions, base_url: str, held: AsyncExitStack) ->
         finder = await held.enter_async_context(CompletionsClient(base_url))
     except UsageError as error:
         raise UsageError(_with_flags(error)) from error
-    card = _choose(await _cards(finder), options.model, base_url)
+    card = await asyncio.to_thread(_choose, await _cards(finder), options.model, base_url)
     client = await held.enter_async_context(CompletionsClient(base_url, model=card.id))
-    folder = _folder(options.model, card.root, card.id)
+    folder = await asyncio.to_thread(_folder, options.model, card.root, card.id)
     cache = None
     if options.kv_url is not None:
         cache = await _connected(options, card, client, held)
@@ -117,7 +117,7 @@ async def _served(options: ServeOptions, base_url: str, held: AsyncExitStack) ->
         cache=cache,
         tokenizer=await _tokenizer(options.tokenizer, folder, client, card.id),
         max_model_len=card.max_model_len,
-        geometry=_geometry(cache, folder),
+        geometry=await asyncio.to_thread(_geometry, cache, folder),
         embedded=False,
     )
 
@@ -131,7 +131,9 @@ async def _cards(client: CompletionsClient) -> list[ModelCard]:
     try:
         cards = await client.models()
     except EngineError as error:
-        raise UsageError(f"--base-url {client.base_url} leads to no engine: {error}") from error
+        raise UsageError(
+            f"--base-url leads to no engine: {error}; start one, as `lmcache-stream up` does, or correct the address"
+        ) from error
     if not cards:
         raise UsageError(f"--base-url {client.base_url} serves no model")
     return cards
@@ -204,8 +206,8 @@ class LocalTokenizer:
 
     def __init__(self, tokenizer: Any, name: str) -> None:
         self.name = name
-        self.vocab_size = int(tokenizer.vocab_size)
-        self.num_special = int(tokenizer.num_special_tokens_to_add())
+        self.vocab_size: int = int(tokenizer.vocab_size)
+        self.num_special: int = int(tokenizer.num_special_tokens_to_add())
         self._tokenizer = tokenizer
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
@@ -237,7 +239,7 @@ class RemoteTokenizer:
 
     def __init__(self, client: CompletionsClient, name: str, alphabet: list[int]) -> None:
         self.name = name
-        self.vocab_size = len(alphabet)
+        self.vocab_size: int = len(alphabet)
         self._client = client
         self._alphabet = alphabet
         self._loop = asyncio.get_running_loop()

@@ -11,15 +11,16 @@ from typing import Any, get_args
 
 import torch
 
-from lmcache_stream.bench import plots
 from lmcache_stream.bench.experiment import CONTINUATIONS, Plan, measure
-from lmcache_stream.bench.quality_report import show, write_json, write_plot
+from lmcache_stream.bench.quality_report import show, to_json, write_plot
 from lmcache_stream.bench.tasks import DEPTHS, TASKS
 from lmcache_stream.bench.texts import load_corpus
 from lmcache_stream.bench.variants import LeftOut, default_variants, make_variants
+from lmcache_stream.console import add_json_file
 from lmcache_stream.editors.base import Scope
 from lmcache_stream.engine.model import CausalLM, load_model, load_tokenizer
 from lmcache_stream.errors import UsageError
+from lmcache_stream.plots.look import require_matplotlib
 
 __all__ = ["add_arguments", "run"]
 
@@ -29,9 +30,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Prefill texts, edit their KV in every way asked for, and see how the model goes on: negative log-likelihood\n"
         "of what follows against all KV, how often the likeliest token is the same, and answers to questions about\n"
-        "facts in the prompt. Intervals are of 95 %, differences are paired. With --json, what was measured is kept\n"
-        "text by text in OUT.journal: the same command goes on after an interruption."
+        "facts in the prompt. Intervals are of 95 %, differences are paired. With --json FILE, what was measured is\n"
+        "kept text by text in FILE.journal: the same command goes on after an interruption."
     )
+    parser.usage = "%(prog)s [OPTION ...]"
     what = parser.add_argument_group("what is measured")
     what.add_argument("--model", type=Path, metavar="PATH", help="folder of a Hugging Face model (SmolLM2-135M)")
     what.add_argument(
@@ -72,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     on.add_argument("--chunk-size", type=_count, default=32, metavar="N", help="tokens a cache chunk (32)")
     on.add_argument("--seed", type=int, default=0, help="seed of texts, tasks and random editors (0)")
     out = parser.add_argument_group("results")
-    out.add_argument("--json", type=Path, metavar="OUT", help="write every number to this file")
+    add_json_file(out)
     out.add_argument(
         "--plot", type=Path, action="append", default=[], metavar="OUT", help="draw quality over the share kept; repeat"
     )
@@ -81,17 +83,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Run `lmcache-stream bench quality`."""
     plan, left_out = _plan(options)
-    for path in [path for path in (options.json, *options.plot) if path is not None]:
+    if options.json is not None:
+        options.json.check()
+    for path in options.plot:
         if not path.absolute().parent.is_dir():
             raise UsageError(f"cannot write {path}: there is no such folder")
     for path in options.plot:
-        plots.require_matplotlib()
+        require_matplotlib()
         if path.suffix not in (".png", ".svg", ".pdf"):
             raise UsageError(f"{path}: a plot ends in .png, .svg or .pdf")
     corpus = load_corpus(options.corpus)
     folder = options.model or _smollm2()
     lm = CausalLM(load_model(folder, torch.float32), chunk_size=plan.chunk_size, queries=plan.queries)
-    journal = options.json.with_name(options.json.name + ".journal") if options.json is not None else None
+    file = options.json.path if options.json is not None else None
+    journal = file.with_name(file.name + ".journal") if file is not None else None
     try:
         report = measure(
             lm,
@@ -110,7 +115,7 @@ def run(options: argparse.Namespace) -> None:
     finally:
         lm.close()
     if options.json is not None:
-        write_json(report, options.json)
+        options.json.write_text(to_json(report))
     for path in options.plot:
         write_plot(report, path)
     show(report)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -23,11 +24,12 @@ if TYPE_CHECKING:
     from lmcache_stream.bench.experiment import Report, TaskReport
     from lmcache_stream.bench.variants import Variant
 
-__all__ = ["SCHEMA", "show", "write_json", "write_plot"]
+__all__ = ["SCHEMA", "show", "to_json", "write_plot"]
 
 SCHEMA: Final = 1
 """Version of the JSON file's form."""
 
+WIDEST: Final = 110
 STATISTICS: Final = (
     "Intervals are of 95 %. Differences are paired by sample; their intervals and p-values are Student's with the"
     " variance of sums by document (of single samples where each is a document of its own). Accuracies have Wilson's"
@@ -36,8 +38,8 @@ STATISTICS: Final = (
 )
 
 
-def write_json(report: Report, path: Path) -> None:
-    """Write a report with every per-sample number, one entry of a list a line."""
+def to_json(report: Report) -> str:
+    """A report with every per-sample number as one JSON object, one entry of a list a line."""
     plan = {name: value for name, value in vars(report.plan).items() if name != "variants"}
     content: dict[str, Any] = {
         "schema": SCHEMA,
@@ -59,7 +61,7 @@ def write_json(report: Report, path: Path) -> None:
         "samples": [*report.texts, *(record for task in report.tasks for record in task.records)],
     }
     lines = [f"{msgspec.json.encode(key).decode()}: {_listed(value)}" for key, value in content.items()]
-    path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def write_plot(report: Report, path: Path) -> None:
@@ -94,13 +96,19 @@ def show(report: Report) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    console = Console(width=110, force_jupyter=False)
+    width = min(shutil.get_terminal_size((WIDEST, 24)).columns, WIDEST)
+    console = Console(width=width, force_jupyter=False)
+    tables = []
     if report.cells:
-        console.print(_texts_table(report))
+        tables.append(_texts_table(report))
     if any(task.counts for task in report.tasks):
-        console.print(_tasks_table(report))
+        tables.append(_tasks_table(report))
     if report.comparisons:
-        console.print(_comparisons_table(report))
+        tables.append(_comparisons_table(report))
+    for table in tables:
+        for column in table.columns:
+            column.no_wrap = width == WIDEST  # in less, numbers are rather folded than cut
+        console.print(table)
     for line in _notes(report):
         console.print(Text(line))
 

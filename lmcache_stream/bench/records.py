@@ -190,7 +190,7 @@ class Ledger:
         self._journal: Journal | None = None
         self._records: dict[tuple[str, Phase], dict[int, Record]] = {}
         self._durations: dict[tuple[str, Phase], float] = {}
-        self.resumed = 0
+        self.resumed: int = 0
 
     def write_to(self, journal: Journal) -> None:
         """Write what is added from now on to a journal, too."""

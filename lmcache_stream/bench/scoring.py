@@ -123,4 +123,5 @@ def continue_greedily(lm: CausalLM, prefilled: Prefilled, count: int) -> tuple[i
 
 
 def cache_argument(model: Any) -> str:
+    """What `forward` calls the cache: it has been renamed among the versions of `transformers` that we take."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 from lmcache_stream.bench.config import EditorSpec, ServeOptions, add_flags, load_options
 from lmcache_stream.bench.interrupts import INTERRUPTED, run_until_interrupt
 from lmcache_stream.bench.quality_lines import read_quality
+from lmcache_stream.console import add_json_flag
 from lmcache_stream.errors import UsageError
 
 if TYPE_CHECKING:
@@ -43,11 +44,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "of --config (num-prompts = 100). Flags count more than the environment, and that more than the file."
     )
     add_flags(parser)
+    add_json_flag(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Run `lmcache-stream bench serve`; 1 when no request succeeded, 130 when Ctrl-C ended it early."""
     result = bench_serve(vars(options))
+    if options.json is not None:
+        options.json.write(result)
     if result["lmcache_stream"]["interrupted"]:
         return INTERRUPTED
     return 0 if result["completed"] else 1

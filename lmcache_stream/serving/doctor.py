@@ -9,12 +9,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import os
 import random
 import re
 import secrets
-import sys
 import time
 import uuid
 import warnings
@@ -33,14 +31,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lmcache_stream.addresses import check_address
 from lmcache_stream.completions import CompletionsClient
 from lmcache_stream.completions.faults import excerpt
+from lmcache_stream.console import add_json_flag
 from lmcache_stream.errors import CacheConnectionError, CacheError, EngineResponseError, LMCacheError, UsageError
 from lmcache_stream.kvcache.mp.context import MPKVCacheContext, open_context
 from lmcache_stream.kvcache.mp.discovery import (
     SCRATCH_PREFIX,
     ServerConfig,
     ServerFacts,
+    check_http_url,
     find_model_config,
     parse_config,
     parse_status,
@@ -153,7 +154,7 @@ class Fails(Exception):
 
     def __init__(self, detail: str, remedy: str) -> None:
         super().__init__(detail)
-        self.result = Result("fail", detail, remedy, go_on=False)
+        self.result: Result = Result("fail", detail, remedy, go_on=False)
 
 
 class Blocked(Exception):
@@ -217,24 +218,28 @@ class Visit:
 
     def __init__(self, options: DoctorOptions) -> None:
         self.options = options
-        self.http_url = options.kv_http_url.rstrip("/")
-        self.api_key = options.api_key or os.environ.get("OPENAI_API_KEY") or None
-        self.client = CompletionsClient(
-            options.base_url,
-            model=options.model,
-            api_key=self.api_key,
-            connect_timeout=ANSWER,
-            idle_timeout=options.timeout,
-            retries=0,
-        )
-        self.requests = 0
-        self.held = AsyncExitStack()
+        check_address(options.kv_url, "kv_url")
+        self.http_url: str = check_http_url(options.kv_http_url)
+        self.api_key: str | None = options.api_key or os.environ.get("OPENAI_API_KEY") or None
+        try:
+            self.client: CompletionsClient = CompletionsClient(
+                options.base_url,
+                model=options.model,
+                api_key=self.api_key,
+                connect_timeout=ANSWER,
+                idle_timeout=options.timeout,
+                retries=0,
+            )
+        except UsageError as error:
+            raise UsageError(str(error).replace("base_url", "--base-url")) from error
+        self.requests: int = 0
+        self.held: AsyncExitStack[bool | None] = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
         limit = aiohttp.ClientTimeout(total=QUICK, sock_connect=ANSWER)
         key = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-        self.cache_http = aiohttp.ClientSession(timeout=limit)
-        self.engine_http = aiohttp.ClientSession(timeout=limit, headers=key)
+        self.cache_http: aiohttp.ClientSession = aiohttp.ClientSession(timeout=limit)
+        self.engine_http: aiohttp.ClientSession = aiohttp.ClientSession(timeout=limit, headers=key)
         for session in (self.cache_http, self.engine_http):
             self.held.push_async_callback(session.close)
         self.held.push_async_callback(self.client.aclose)
@@ -512,7 +517,7 @@ async def memory_is_shared(visit: Visit) -> Result:
             "KV travels as pickles, which is slower",
             "start the LMCache server with --shm-name NAME --no-l1-use-lazy, on this machine",
         )
-    size = segment_size(name)
+    size = await asyncio.to_thread(segment_size, name)
     if size is None:
         raise Fails(
             f"the server's segment /dev/shm/{name} cannot be opened here",
@@ -526,7 +531,7 @@ def segment_size(name: str) -> int | None:
     path = Path("/dev/shm", name)
     try:
         return path.stat().st_size if os.access(path, os.R_OK | os.W_OK) else None
-    except OSError:
+    except (OSError, ValueError):
         return None
 
 
@@ -779,7 +784,7 @@ async def diagnose(options: DoctorOptions, *, on_check: Callable[[str], None] | 
         One finding a check. No error of a server is raised.
 
     Raises:
-        UsageError: `base_url` cannot be right.
+        UsageError: An address cannot be right, or holds credentials.
     """
     findings: list[Finding] = []
     usable: set[str] = set()
@@ -832,6 +837,11 @@ def has_failed(findings: Sequence[Finding]) -> bool:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `lmcache-stream doctor`."""
+    parser.description = (
+        "Send real requests to a vLLM and its LMCache server, and say for everything that has to fit whether it does "
+        "and what to change. The addresses may stand in LMCACHE_STREAM_BASE_URL, LMCACHE_STREAM_KV_URL and "
+        "LMCACHE_STREAM_KV_HTTP_URL."
+    )
 
     def add(flag: str, *variables: str, required: bool = False, **given: Any) -> None:
         default = next((os.environ[name] for name in variables if os.environ.get(name)), None)
@@ -874,7 +884,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout", type=float, default=120.0, metavar="SECONDS", help="that one check takes at most (%(default)g)"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
+    add_json_flag(parser)
     parser.add_argument(
         "--no-probe",
         dest="probe",
@@ -904,8 +914,8 @@ def run(args: argparse.Namespace) -> int:
     )
     with progress() as on_check:
         findings = asyncio.run(diagnose(options, on_check=on_check))
-    if args.json:
-        sys.stdout.write(json.dumps(document(options, findings), indent=2) + "\n")
+    if args.json is not None:
+        args.json.write(document(options, findings))
     else:
         show(findings, Console(force_jupyter=False, highlight=False))
     return int(has_failed(findings))

@@ -169,8 +169,8 @@ class Segments:
     """The shared-memory segments that a server would leave behind."""
 
     def __init__(self, named: Sequence[str]) -> None:
-        self.named = {name.lstrip("/") for name in named}
-        self.before = set(os.listdir(SHM)) if SHM.is_dir() else set()
+        self.named: set[str] = {name.lstrip("/") for name in named}
+        self.before: set[str] = set(os.listdir(SHM)) if SHM.is_dir() else set()
         self.mapped: set[str] = set()
         self.pids: set[int] = set()
 

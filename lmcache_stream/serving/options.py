@@ -194,6 +194,7 @@ class StackOptions:
     grace: float = 20.0
 
     def __post_init__(self) -> None:
+        ports(port=self.port, kv_port=self.kv_port, kv_http_port=self.kv_http_port)
         at_least_one(tensor_parallel_size=self.tensor_parallel_size, chunk_size=self.chunk_size, block_size=self.block)
         positive(l1_gib=self.l1_gib, start_timeout=self.start_timeout)
         if self.kv_gib is not None:
@@ -207,6 +208,8 @@ class StackOptions:
             )
         if not str(self.model):
             raise UsageError("model must be a folder or a Hugging Face name")
+        if str(self.model).startswith(("/", "./", "../", "~")) and not self.is_local:
+            raise UsageError(f"there is no folder {self.model}: --model takes one with config.json and the weights")
         for word in self.vllm_args:
             flag = word.partition("=")[0]
             if flag in OWN_FLAGS:
@@ -215,6 +218,7 @@ class StackOptions:
 
     @functools.cached_property
     def is_local(self) -> bool:
+        """Whether the model is a folder here."""
         return Path(self.model).is_dir()
 
     @property
@@ -224,6 +228,7 @@ class StackOptions:
 
     @functools.cached_property
     def dtype_flag(self) -> str:
+        """vLLM's `--dtype`."""
         if self.dtype is not None:
             return self.dtype
         return "float32" if self.device == "cpu" and not cpu_computes_bfloat16() else "auto"
@@ -235,6 +240,7 @@ class StackOptions:
 
     @property
     def block(self) -> int:
+        """Tokens a block of vLLM's KV."""
         if self.block_size is not None:
             return self.block_size
         return 32 if self.device == "cpu" else 16
@@ -317,6 +323,12 @@ def at_least_one(**values: int) -> None:
     for name, value in values.items():
         if value < 1:
             raise UsageError(f"{name} must be at least 1, not {value}")
+
+
+def ports(**values: int) -> None:
+    for name, value in values.items():
+        if not 0 <= value <= 65535:
+            raise UsageError(f"{name} must be from 1 to 65535, or 0 for a free one, not {value}")
 
 
 def positive(**values: float) -> None:

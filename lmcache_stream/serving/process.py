@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import anyio
 import anyio.to_thread
 
+from lmcache_stream.errors import UsageError
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -45,16 +47,17 @@ class ServerProcess:
         grace: float = 15.0,
     ) -> None:
         self.name = name
-        self.command = tuple(command)
+        self.command: tuple[str, ...] = tuple(command)
         self.log = log
         self.env = env
-        self.segments = tuple(segments)
+        self.segments: tuple[str, ...] = tuple(segments)
         self.grace = grace
         self._guard: asyncio.subprocess.Process | None = None
         self._leash = -1
 
     @property
     def running(self) -> bool:
+        """Whether it was started and has not ended."""
         return self._guard is not None and self._guard.returncode is None
 
     @property
@@ -133,5 +136,10 @@ class ServerProcess:
 
 
 def open_log(path: Path) -> int:
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError as error:
+        raise UsageError(
+            f"cannot write {path} ({error.strerror}): --log-dir takes a folder that can be written"
+        ) from error

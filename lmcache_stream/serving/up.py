@@ -20,6 +20,7 @@ import aiohttp
 import anyio
 import anyio.to_thread
 
+from lmcache_stream.console import JsonOutput, add_json_flag
 from lmcache_stream.errors import CacheError, EngineError, LMCacheError, UsageError
 from lmcache_stream.serving.options import (
     PYTHON_VARIABLE,
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
-__all__ = ["CacheServer", "ServingStack", "add_arguments", "options_from", "run", "run_up"]
+__all__ = ["CacheServer", "ServingStack", "add_arguments", "options_from", "run"]
 
 POLL_INTERVAL = 0.25
 COMMAND_GRACE = 10.0
@@ -62,12 +63,12 @@ class CacheServer:
     """
 
     def __init__(self, options: CacheOptions | None = None) -> None:
-        self.options = options or CacheOptions()
-        self.log_dir = Path(self.options.log_dir or temporary_folder())
+        self.options: CacheOptions = options or CacheOptions()
+        self.log_dir: Path = Path(self.options.log_dir or temporary_folder())
         port, http_port, prometheus_port = free_ports(self.options.host, 3)
-        self.port = self.options.port or port
-        self.http_port = self.options.http_port or http_port
-        self.process = ServerProcess(
+        self.port: int = self.options.port or port
+        self.http_port: int = self.options.http_port or http_port
+        self.process: ServerProcess = ServerProcess(
             "the LMCache server",
             self.options.command(self.port, self.http_port, prometheus_port),
             log=self.log_dir / "lmcache.log",
@@ -145,12 +146,12 @@ class ServingStack:
     """
 
     def __init__(self, options: StackOptions) -> None:
-        self.options = options
-        self.cache = CacheServer(options.cache)
-        self.log_dir = self.cache.log_dir
+        self.options: StackOptions = options
+        self.cache: CacheServer = CacheServer(options.cache)
+        self.log_dir: Path = self.cache.log_dir
         taken = {self.cache.port, self.cache.http_port}
-        self.port = options.port or next(port for port in free_ports(options.host, 3) if port not in taken)
-        self.process = ServerProcess(
+        self.port: int = options.port or next(port for port in free_ports(options.host, 3) if port not in taken)
+        self.process: ServerProcess = ServerProcess(
             "vLLM",
             options.command(self.port, self.cache.port),
             log=self.log_dir / "vllm.log",
@@ -199,6 +200,17 @@ class ServingStack:
                 f"engine = CompletionsClient({self.base_url!r}, model={self.served_model_name!r})",
             )
         )
+
+    def addresses(self) -> dict[str, str]:
+        """What `describe` says, ready for JSON."""
+        return {
+            "base_url": self.base_url,
+            "kv_url": self.kv_url,
+            "kv_http_url": self.kv_http_url,
+            "model": self.served_model_name,
+            "kv_model": self.model_name,
+            "log_dir": str(self.log_dir),
+        }
 
     async def status(self) -> dict[str, Any]:
         """The cache's `/status`."""
@@ -323,7 +335,12 @@ def free_ports(host: str, count: int) -> list[int]:
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
-            each.bind((host, 0))
+            try:
+                each.bind((host, 0))
+            except OSError as error:
+                raise UsageError(
+                    f"cannot listen on {host} ({error.strerror}): --host takes an address of this machine"
+                ) from error
         return [each.getsockname()[1] for each in sockets]
 
 
@@ -415,11 +432,25 @@ async def require(python: str, *modules: str, device: Device = "cpu") -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `lmcache-stream up`."""
+    parser.description = (
+        "Start an LMCache server and a vLLM that fit together, say where they are, and stop both on Ctrl-C. Free ports "
+        "are taken where none are given. vllm and lmcache may be installed for another interpreter than this one."
+    )
+    parser.usage = "%(prog)s --model MODEL [OPTION ...]\n                         [-- VLLM_FLAG ...]"
+    parser.epilog = (
+        "Flags for vLLM come last, behind two hyphens:\n\n  lmcache-stream up --model PATH -- --max-num-seqs 64"
+    )
     own: dict[str, Any] = {each.name: each.default for each in fields(StackOptions)}
     add = parser.add_argument
-    add("--model", required=True, help="folder or Hugging Face name")
+    add("--model", required=True, metavar="MODEL", help="folder or Hugging Face name")
     add("--served-model-name", metavar="NAME", help="name in requests to vLLM (default: the last part of the model)")
-    add("--tensor-parallel-size", type=int, default=own["tensor_parallel_size"], metavar="N")
+    add(
+        "--tensor-parallel-size",
+        type=int,
+        default=own["tensor_parallel_size"],
+        metavar="N",
+        help="ranks of vLLM (%(default)s)",
+    )
     add(
         "--chunk-size",
         type=int,
@@ -430,8 +461,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--block-size", type=int, metavar="TOKENS", help="of vLLM's KV (default: 32 on a CPU, 16 on a GPU)")
     add("--kv-gib", type=float, metavar="GIB", help="vLLM's own KV (default: 1 on a CPU, what fits on a GPU)")
     add("--l1-gib", type=float, default=own["l1_gib"], metavar="GIB", help="KV in LMCache (%(default)s)")
-    add("--dtype", help="default: the model's, but float32 on CPUs without bfloat16 arithmetic")
-    add("--max-model-len", type=int, metavar="TOKENS")
+    add(
+        "--dtype",
+        metavar="NAME",
+        help="of weights and KV (default: the model's, but float32 on CPUs without bfloat16 arithmetic)",
+    )
+    add("--max-model-len", type=int, metavar="TOKENS", help="of the longest sequence (default: the model's)")
     add("--transport", choices=tuple(SCHEMES), default=own["transport"], help="to the cache server (%(default)s)")
     add("--no-shm", action="store_true", help="pickle KV instead of handing it over in shared memory")
     add("--prefix-caching", action=argparse.BooleanOptionalAction, default=True, help="vLLM's own prefix cache")
@@ -440,13 +475,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--port", type=int, default=0, help="of vLLM (default: a free one)")
     add("--kv-port", type=int, default=0, metavar="PORT", help="of the cache's requests (default: a free one)")
     add("--kv-http-port", type=int, default=0, metavar="PORT", help="of the cache's /status (default: a free one)")
-    add("--log-dir", type=Path, metavar="DIR", help="default: a new temporary folder")
+    add("--log-dir", type=Path, metavar="DIR", help="for their logs (default: a new temporary folder)")
     add(
         "--python",
         default=default_python(),
+        metavar="PATH",
         help=f"interpreter with vllm and lmcache (default: ${PYTHON_VARIABLE}, else this one)",
     )
-    add("--start-timeout", type=float, default=own["start_timeout"], metavar="SECONDS")
+    add(
+        "--start-timeout",
+        type=float,
+        default=own["start_timeout"],
+        metavar="SECONDS",
+        help="until both must be healthy (%(default)g)",
+    )
     add(
         "--exec",
         dest="command",
@@ -454,6 +496,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="run this in a shell while both are up, then stop them and exit with its status; "
         f"it finds {', '.join(COMMAND_VARIABLES)} in its environment",
     )
+    add_json_flag(parser)
     add("vllm_args", nargs="*", metavar="-- VLLM_FLAG", help="further flags for vLLM, after --")
 
 
@@ -468,31 +511,24 @@ def options_from(args: argparse.Namespace) -> StackOptions:
 OPTION_NAMES = {each.name for each in fields(StackOptions)}
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> int:
     """Start both servers, say where they are, and run until Ctrl-C, SIGTERM or SIGHUP, or the end of `--exec`.
+
+    Returns:
+        The status of the command of `--exec`, or 0.
 
     Raises:
         UsageError: The options cannot be right, or a server is not installed.
         CacheError, EngineError: A server ended or was not healthy in time.
-        SystemExit: The command of `--exec` failed; with its status.
     """
-    status = asyncio.run(serve(options_from(args), args.command))
-    if status:
-        raise SystemExit(status)
+    if args.json is not None and args.command is not None:
+        raise UsageError("--json does not go with --exec, whose command finds all of it in its environment")
+    return asyncio.run(serve(options_from(args), args.command, args.json))
 
 
-def run_up(args: argparse.Namespace) -> int:
-    """`run` with an exit status: the command's or 0; 1 when a server failed, 2 for options that cannot be right."""
-    try:
-        return asyncio.run(serve(options_from(args), args.command))
-    except LMCacheError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2 if isinstance(error, UsageError) else 1
-
-
-async def serve(options: StackOptions, command: str | None = None) -> int:
+async def serve(options: StackOptions, command: str | None = None, output: JsonOutput | None = None) -> int:
     """Run a stack until a signal comes or `command` has ended; raise when a server ends. The command's status, or 0."""
-    running = asyncio.ensure_future(run_stack(ServingStack(options), command))
+    running = asyncio.ensure_future(run_stack(ServingStack(options), command, output))
     asked_to_stop = False
 
     def stop() -> None:
@@ -513,10 +549,12 @@ async def serve(options: StackOptions, command: str | None = None) -> int:
         return 0
 
 
-async def run_stack(stack: ServingStack, command: str | None) -> int:
+async def run_stack(stack: ServingStack, command: str | None, output: JsonOutput | None = None) -> int:
     say(f"starting LMCache and vLLM for {stack.model_name}; logs in {stack.log_dir}")
     async with stack:
         say(f"\n{stack.describe()}\n")
+        if output is not None:
+            output.write(stack.addresses())
         if command is None:
             say("Ctrl-C stops both.")
             await stack.watch()

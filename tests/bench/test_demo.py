@@ -44,6 +44,16 @@ def test_two_prompts_on_the_embedded_engine(
     assert "of 1 with all of the KV" in printed
 
 
+@pytest.mark.parametrize(("editor", "kept"), [("quantize", 1.0), ("keydiff:keep=0.25,scope=head", 0.25)])
+def test_an_editor_with_its_own_parameters(
+    editor: str, kept: float, tiny_model_path: Path, prompts: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out.json"
+    run("--model", tiny_model_path, "--prompts", prompts, "--max-tokens", 2, "--json", out, "--editor", editor)
+    for answer in json.loads(out.read_text())["answers"]:
+        assert answer["tokens_after"] == pytest.approx(answer["tokens_before"] * kept, abs=16)
+
+
 def test_no_line_is_wider_than_the_terminal(
     tiny_model_path: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -94,6 +104,8 @@ class TestServers:
         (["--prompts", "/none"], "cannot read prompts from /none"),
         (["--json", "/none/x.json"], "--json takes a file"),
         (["--editor", "nothing"], "no editor is called 'nothing'"),
+        (["--editor", "keydiff:scope"], "not of the form NAME:KEY=VALUE"),
+        (["--editor", "keydiff:scop=head"], "keydiff has no parameter scop"),
     ],
 )
 def test_what_cannot_be_right_is_said_before_the_work(arguments: list[str], said: str) -> None:

@@ -12,10 +12,11 @@ from transformers import DynamicCache
 
 from lmcache_stream.bench import experiment, quality
 from lmcache_stream.bench.experiment import Plan, Report, measure
-from lmcache_stream.bench.quality_report import write_json, write_plot
+from lmcache_stream.bench.quality_report import show, to_json, write_plot
 from lmcache_stream.bench.scoring import Probe, continue_greedily, prefill, score
 from lmcache_stream.bench.statistics import mean_interval
 from lmcache_stream.bench.variants import Variant, make_variants
+from lmcache_stream.console import JsonOutput
 from lmcache_stream.editors import EditInput, Random, SnapKV, StreamingLLM
 from lmcache_stream.engine.model import CausalLM
 from lmcache_stream.errors import UsageError
@@ -357,8 +358,8 @@ def test_wrong_arguments_do_not_parse(arguments: list[str]) -> None:
 
 def test_results_that_cannot_be_written_are_found_first(tiny_model_path: Path, tmp_path: Path) -> None:
     options = small(tiny_model_path, tmp_path)
-    options.json = tmp_path / "missing" / "out.json"
-    with pytest.raises(UsageError, match="no such folder"):
+    options.json = JsonOutput(str(tmp_path / "missing" / "out.json"))
+    with pytest.raises(UsageError, match="a folder that exists"):
         quality.run(options)
 
 
@@ -369,5 +370,16 @@ def test_a_plot_has_a_line_for_each_method_and_scope(lm: CausalLM, tiny_model: t
     write_plot(report, tmp_path / "plot.png")
     assert (tmp_path / "plot.svg").read_text().count("<!-- keydiff by head -->") == 1
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-    write_json(report, tmp_path / "out.json")
+    (tmp_path / "out.json").write_text(to_json(report))
     assert json.loads((tmp_path / "out.json").read_text())["corpus"]["name"] == "made-up"
+
+
+def test_tables_fit_a_narrow_terminal_and_cut_no_number(
+    lm: CausalLM, tiny_model: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = measured(lm, tiny_model, variants("keydiff", "random", keeps=(0.5,)))
+    monkeypatch.setenv("COLUMNS", "60")
+    show(report)
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 60
+    assert "…" not in out

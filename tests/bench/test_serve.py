@@ -469,7 +469,9 @@ class TestUsage:
             bench(model=str(tiny_model_path), **{**EDIT, "editor": ["knorm"], "keep": 32, "edit_every": 6})
 
     def test_an_engine_that_cannot_be_reached(self, free_tcp_port: int) -> None:
-        with pytest.raises(UsageError, match=f"--base-url http://127.0.0.1:{free_tcp_port} leads to no engine"):
+        with pytest.raises(
+            UsageError, match=f"--base-url leads to no engine: http://127.0.0.1:{free_tcp_port}.*lmcache-stream up"
+        ):
             bench(base_url=f"http://127.0.0.1:{free_tcp_port}")
 
     async def test_inside_an_event_loop(self) -> None:

@@ -62,7 +62,9 @@ def test_heads_are_cut_out_of_the_width() -> None:
     assert torch.equal(of_heads(plane, 2)[1], plane[:, 4:])
 
 
-@pytest.mark.parametrize(("tokens", "parts"), [(0, 1), (100, 1), (1 << 15, 1), (1 << 16, 2), (1 << 17, 4), (1 << 20, 8)])
+@pytest.mark.parametrize(
+    ("tokens", "parts"), [(0, 1), (100, 1), (1 << 15, 1), (1 << 16, 2), (1 << 17, 4), (1 << 20, 8)]
+)
 def test_parts_of_a_long_layer_are_bounded(tokens: int, parts: int) -> None:
     kv = torch.zeros(1).expand(2, 3, tokens, 8 * 16)
     cut = list(heads_at_once(kv, 8))

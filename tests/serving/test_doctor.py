@@ -735,3 +735,19 @@ class TestTheCommand:
 
 def test_servers_words_do_not_steer_the_terminal() -> None:
     assert "\x1b" not in doctor.printable("\x1b[2Jgone\nand more")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"base_url": "http://user:hunter2@127.0.0.1:1"},
+        {"kv_url": "tcp://user:hunter2@127.0.0.1:1"},
+        {"kv_http_url": "http://user:hunter2@127.0.0.1:1"},
+        {"kv_http_url": "http://127.0.0.1:1?key=hunter2"},
+    ],
+)
+async def test_an_address_with_a_secret_is_refused_and_not_repeated(wrong: dict[str, Any]) -> None:
+    right = options_for("http://127.0.0.1:1", "tcp://127.0.0.1:1", "http://127.0.0.1:1")
+    with pytest.raises(UsageError) as caught:
+        await diagnose(replace(right, **wrong))
+    assert "hunter2" not in str(caught.value)

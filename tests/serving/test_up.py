@@ -3,6 +3,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import re
 import signal
 import sys
@@ -12,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import pytest
 
+from lmcache_stream import cli
 from lmcache_stream.errors import CacheError, EngineError, UsageError
-from lmcache_stream.serving import up
 from lmcache_stream.serving.options import CacheOptions, StackOptions
-from lmcache_stream.serving.up import CacheServer, ServingStack, add_arguments, options_from, registrations, run_up
+from lmcache_stream.serving.up import CacheServer, ServingStack, add_arguments, options_from, registrations
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -196,7 +197,7 @@ def test_the_command_line_becomes_options() -> None:
 
 
 def test_options_that_cannot_be_right_exit_with_2(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_up(parse("--model", "m", "--chunk-size", "33")) == 2
+    assert cli.main(["up", "--model", "m", "--chunk-size", "33"]) == 2
     assert "multiple of the block size" in capsys.readouterr().err
 
 
@@ -204,7 +205,7 @@ def test_a_server_that_dies_exits_with_1(
     stand_ins: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("STANDIN_LMCACHE", "dies")
-    assert run_up(parse("--model", "m", "--log-dir", str(stand_ins / "logs"))) == 1
+    assert cli.main(["up", "--model", "m", "--log-dir", str(stand_ins / "logs")]) == 1
     assert "no room for the pool" in capsys.readouterr().err
 
 
@@ -214,7 +215,7 @@ def test_a_command_runs_while_both_are_up(
 ) -> None:
     command = f"echo $LMCACHE_STREAM_KV_URL $LMCACHE_STREAM_BASE_URL $LMCACHE_STREAM_KV_MODEL; exit {status}"
     words = ("--model", "org/model", "--log-dir", str(stand_ins / "logs"), "--exec", command)
-    assert run_up(parse(*words, "--kv-port", "5555", "--port", "0")) == status
+    assert cli.main(["up", *words, "--kv-port", "5555", "--port", "0"]) == status
     assert re.search(r"^tcp://127.0.0.1:5555 http://127.0.0.1:\d+ org/model$", capfd.readouterr().out, re.MULTILINE)
     assert left_in_shm() == set()
 
@@ -222,17 +223,8 @@ def test_a_command_runs_while_both_are_up(
 def test_a_command_ends_when_a_server_does(stand_ins: Path, capsys: pytest.CaptureFixture[str]) -> None:
     crash = "import os, urllib.request as u; u.urlopen(os.environ['LMCACHE_STREAM_BASE_URL'] + '/crash')"
     command = f'{sys.executable} -c "{crash}" 2>/dev/null; exec sleep 600'
-    assert run_up(parse("--model", "org/model", "--log-dir", str(stand_ins / "logs"), "--exec", command)) == 1
+    assert cli.main(["up", "--model", "org/model", "--log-dir", str(stand_ins / "logs"), "--exec", command]) == 1
     assert "vLLM ended with status 7" in capsys.readouterr().err
-
-
-PROGRAM = f"""
-import argparse, sys
-from {up.__name__} import add_arguments, run_up
-parser = argparse.ArgumentParser()
-add_arguments(parser)
-sys.exit(run_up(parser.parse_args()))
-"""
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -247,7 +239,7 @@ async def test_a_signal_stops_both(
     if when == "starting":
         monkeypatch.setenv("STANDIN_VLLM", "silent")
     program = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", PROGRAM, "--model", "org/model", "--log-dir", str(stand_ins / "logs")),
+        *(sys.executable, "-m", cli.__name__, "up", "--model", "org/model", "--log-dir", str(stand_ins / "logs")),
         stdout=asyncio.subprocess.PIPE,
         start_new_session=True,
     )
@@ -259,3 +251,41 @@ async def test_a_signal_stops_both(
     assert b"stopping both" in rest
     assert (b"connect(url=" in said) == (when == "running")
     assert left_in_shm() == set()
+
+
+async def test_json_says_where_both_are_and_nothing_else(stand_ins: Path) -> None:
+    program = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", cli.__name__, "up", "--model", "org/model", "--log-dir", str(stand_ins / "logs")),
+        "--json",
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert program.stdout is not None
+    found = json.loads(await program.stdout.readuntil(b"\n}\n"))
+    program.send_signal(signal.SIGINT)
+    rest, said = await program.communicate()
+    assert program.returncode == 0
+    assert (rest, b"Ctrl-C stops both." in said) == (b"", True)
+    assert (found["model"], found["kv_model"]) == ("model", "org/model")
+    assert found["base_url"].startswith("http://127.0.0.1:")
+    assert found["kv_url"].startswith("tcp://127.0.0.1:")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--host", "192.0.2.1"), "cannot listen on 192.0.2.1"),
+        (("--log-dir", "/proc/nowhere"), "--log-dir takes a folder that can be written"),
+    ],
+)
+def test_what_this_machine_refuses_is_said(
+    stand_ins: Path, words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["up", "--model", "org/model", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_json_does_not_go_with_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["up", "--model", "org/model", "--exec", "true", "--json"]) == 2
+    assert "--json does not go with --exec" in capsys.readouterr().err
