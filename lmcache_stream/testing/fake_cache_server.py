@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from http.server import ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
@@ -228,10 +229,18 @@ class FakeCacheServer(CacheRequests):
             elif fault.kind == "forget":
                 self.forget()
             if fault.kind != "ignore":
-                full, self.full = self.full, self.full or fault.kind == "no-room"
-                self._work(operation, frames, reply, fault)
-                self.full = full
+                with self._full_for(fault.kind == "no-room"):
+                    self._work(operation, frames, reply, fault)
         fault.struck.set()
+
+    @contextmanager
+    def _full_for(self, now: bool) -> Iterator[None]:
+        before: bool = self.full
+        self.full: bool = before or now
+        try:
+            yield
+        finally:
+            self.full = before
 
     def _work(
         self,
