@@ -88,10 +88,11 @@ profile: $(BENCH_STAMP)
 
 # What editors keep of a model's answers; hours, and goes on where it was stopped. One thread: two only wait for each other.
 quality: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/lmcache-stream bench quality --texts auto --continuation true --prompt-tokens 640 \
+	OMP_NUM_THREADS=1 $(BIN)/lmcache-stream bench quality --texts auto --task-samples 100 --continuation true --prompt-tokens 640 \
 	  --keep 0.5 --keep 0.25 --keep 0.1 --scope shared --scope layer --scope head \
 	  --editor random --editor streaming-llm --editor snapkv --editor keydiff \
 	  --json benchmarks/quality.json --plot benchmarks/quality.png
+	$(BIN)/python benchmarks/quality_page.py
 
 # Our editors beside kvpress on the same texts; some twenty minutes. More: KVPRESS_ARGS="--texts 100".
 kvpress: $(KVPRESS_STAMP)

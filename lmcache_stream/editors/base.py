@@ -205,7 +205,8 @@ class TokenDropping(Editor):
         window: Last tokens that are always kept.
         protect: Spans `(start, stop)` of positions that are always kept, such as an instruction in the middle.
         scope: Whether all layers and heads keep the same tokens ("shared"), or each layer or KV head its own, in
-            equal counts.
+            equal counts. What was measured is in benchmarks/README.md: for text, "layer" is better where a quarter or
+            less is kept, and at half nothing is decided.
         aggregate: How the scores of several query heads, KV heads and layers become one.
         rerotate: Whether kept keys get the positions `0 .. T'-1` under which an engine will see them.
 
