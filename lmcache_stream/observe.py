@@ -32,8 +32,6 @@ __all__ = ["OFF", "Span", "inject", "request", "rpc", "span", "stream_id", "tele
 stream_id: ContextVar[str | None] = ContextVar("lmcache_stream_id", default=None)
 """The stream that the current task works for."""
 
-logging.getLogger("lmcache_stream").addHandler(logging.NullHandler())
-
 
 class Telemetry:
     """OpenTelemetry's tracer, and its instruments by name."""
