@@ -37,7 +37,7 @@ def the_package_blocks(frame: FrameType | None) -> bool:
         if name.startswith(PACKAGE):
             if frame.f_code.co_flags & (inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR):
                 return True
-            ours = True
+            ours = frame.f_code.co_name != "__init__"  # what makes a thing may look whether a file is there
         frame = frame.f_back
     return ours
 

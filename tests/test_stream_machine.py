@@ -496,7 +496,14 @@ class StreamMachine(RuleBasedStateMachine):
         wanted = model.expected // self.chunk * self.chunk
         covered = self.cache.covered(MODEL, model.tokens[:wanted], model.salt)
         if wanted and (covered == wanted or (part and covered)):
-            return True
+            stream = next(pair.stream for pair in self.pairs if pair.model is model)
+            suspected = stream._state.shared or stream._state.unverified  # others may have written there
+            if not model.lost and (not suspected or self.intact(model)):
+                return True
+            with pytest.raises(EditNotUsed):
+                self.run(call)
+            model.lost = True
+            return False
         with pytest.raises(CoverageTimeout if wanted else LMCacheStreamError):
             self.run(call)
         return False

@@ -111,7 +111,7 @@ class Handlers:
         return web.Response()
 
     async def version(self, http: web.Request) -> web.StreamResponse:
-        return json_response({"version": package_version()})
+        return json_response({"version": _VERSION})
 
     async def tokenize(self, http: web.Request) -> web.StreamResponse:
         request = TokenizeRequest.parse(await http.read())
@@ -288,8 +288,11 @@ def json_response(body: Any, status: int = 200) -> web.Response:
     return web.Response(body=msgspec.json.encode(body), content_type="application/json", status=status)
 
 
-def package_version() -> str:
+def _package_version() -> str:
     try:
         return version("lmcache-stream")
     except PackageNotFoundError:
         return "0"
+
+
+_VERSION = _package_version()  # looked up on disk, which must not happen on the loop

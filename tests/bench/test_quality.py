@@ -181,7 +181,7 @@ def test_the_pilot_fixes_the_number_of_texts_and_is_not_measured_again(
     groups: dict[str, set[str]] = {"pilot": set(), "text": set()}
     for line in journal.read_text().splitlines():
         item = json.loads(line)
-        if item["type"] == "sample":
+        if item.get("type") == "sample":
             groups[item["record"]["group"]].add(item["record"]["id"])
     assert len(groups["pilot"]) == 4
     assert not groups["pilot"] & groups["text"]

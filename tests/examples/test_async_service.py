@@ -130,7 +130,9 @@ async def test_the_script_serves_its_page(
     running = asyncio.create_task(module.main(options))
     try:
         async with asyncio.timeout(60):
-            while not (said := capsys.readouterr().out):  # noqa: ASYNC110  (it only prints)
+            while not (said := capsys.readouterr().out):
+                if running.done():
+                    await running
                 await asyncio.sleep(0.05)
         async with aiohttp.ClientSession() as session, session.get(said.split()[1]) as answer:
             assert "<title>Edited KV</title>" in await answer.text()

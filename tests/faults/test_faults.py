@@ -14,19 +14,19 @@ CASES = [(fault, transport) for fault in FAULTS for transport in fault.transport
 Observed = dict[tuple[str, Transport], Observation | BaseException]
 
 
-@pytest.fixture(scope="session")
-def observed(request: pytest.FixtureRequest) -> Observed:
+@pytest.fixture(scope="module")
+def outcomes(request: pytest.FixtureRequest) -> Observed:
     """The faults of all tests that were selected, run side by side; nothing where pytest-xdist does that."""
     if hasattr(request.config, "workerinput"):
         return {}
-    items = [item for item in request.session.items if "observed" in getattr(item, "fixturenames", ())]
+    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
     return run_all((item.callspec.params["fault"], item.callspec.params["transport"]) for item in items)  # type: ignore[attr-defined]
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("fault", "transport"), CASES, ids=lambda value: getattr(value, "name", value))
-def test_fault(observed: Observed, fault: Fault, transport: Transport) -> None:
-    seen = (observed or run_all([(fault, transport)]))[fault.name, transport]
+def test_fault(outcomes: Observed, fault: Fault, transport: Transport) -> None:
+    seen = (outcomes or run_all([(fault, transport)]))[fault.name, transport]
     if isinstance(seen, BaseException):
         raise seen
     assert seen == Observation(fault.expect.described(), fault.afterwards)

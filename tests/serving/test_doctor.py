@@ -633,7 +633,7 @@ def test_refuses_what_cannot_be_right(wrong: dict[str, Any]) -> None:
 
 
 async def test_refuses_an_engine_that_is_no_address() -> None:
-    with pytest.raises(UsageError, match="base_url"):
+    with pytest.raises(UsageError, match="--base-url is"):
         await diagnose(DoctorOptions(base_url="here", kv_url="tcp://a:1", kv_http_url="http://a"))
 
 
