@@ -20,7 +20,7 @@ def outcomes(request: pytest.FixtureRequest) -> Observed:
     if hasattr(request.config, "workerinput"):
         return {}
     items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
-    return run_all((item.callspec.params["fault"], item.callspec.params["transport"]) for item in items)  # type: ignore[attr-defined]
+    return run_all((item.callspec.params["fault"], item.callspec.params["transport"]) for item in items)
 
 
 @pytest.mark.timeout(600)
