@@ -289,6 +289,8 @@ class StackOptions:
             "kv_connector_extra_config": {
                 "lmcache.mp.host": f"{SCHEMES[self.transport]}://{self.host}",
                 "lmcache.mp.port": kv_port,
+                # On few cores answers may take 10 s, its default; then vLLM fails what it loads, with ranks for good.
+                "lmcache.mp.heartbeat_interval": 20.0,
             },
         }
 

@@ -38,7 +38,11 @@ def test_the_two_servers_are_told_the_same() -> None:
         "kv_connector": "LMCacheMPConnector",
         "kv_connector_module_path": "lmcache.integration.vllm.lmcache_mp_connector",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"lmcache.mp.host": "grpc://127.0.0.1", "lmcache.mp.port": 5555},
+        "kv_connector_extra_config": {
+            "lmcache.mp.host": "grpc://127.0.0.1",
+            "lmcache.mp.port": 5555,
+            "lmcache.mp.heartbeat_interval": 20.0,
+        },
     }
     assert value(engine, "--port") == "8000"
     assert "--enable-prompt-tokens-details" in engine
