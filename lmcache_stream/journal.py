@@ -118,12 +118,10 @@ class Journal:
             if len(data) < len(first) and first.startswith(data):
                 os.ftruncate(journal._open_descriptor(), 0)
                 journal.append({"journal": FORMAT, **header})
-            content = read_journal(path)
-            os.ftruncate(journal._open_descriptor(), content.size)
         except BaseException:
             journal.close()
             raise
-        return journal, content
+        return journal, journal._cut()
 
     @classmethod
     def go_on(cls, path: str | os.PathLike[str], size: int) -> Self:
@@ -146,13 +144,17 @@ class Journal:
             UsageError: It cannot be read or written, is no journal of this format, or another process holds it.
         """
         journal = cls(Path(path), _open(Path(path), 0))
+        return journal, journal._cut()
+
+    def _cut(self) -> JournalContent:
+        """Cut a torn last line off; say what is left."""
         try:
-            content = read_journal(path)
-            os.ftruncate(journal._open_descriptor(), content.size)
+            content = read_journal(self.path)
+            os.ftruncate(self._open_descriptor(), content.size)
         except BaseException:
-            journal.close()
+            self.close()
             raise
-        return journal, content
+        return content
 
     @property
     def size(self) -> int:

@@ -267,7 +267,7 @@ class Rerotation:
         self._old, self._new = old_positions, new_positions
         self._layers = list(layers)
         self._shared: dict[Rotary, tuple[int, torch.Tensor, torch.Tensor]] = {}
-        self._tables: dict[Rotary, tuple[torch.Tensor, torch.Tensor] | None] = {}
+        self._tables: dict[Rotary, tuple[int, torch.Tensor, torch.Tensor] | None] = {}
         self._scratch = torch.empty(2, 0)
 
     def turn_(self, keys: torch.Tensor, first: int = 0) -> None:
@@ -314,22 +314,22 @@ class Rerotation:
                 self._turn(keys[layer : layer + layer_step, some], cos[:, some], sin[:, some], rotary)
 
     def _turn_each(self, keys: torch.Tensor, old: torch.Tensor, new: torch.Tensor, rotary: Rotary) -> None:
-        low = int(min(self._old.min(), self._new.min()))
         if rotary not in self._tables:
+            low = int(min(self._old.min(), self._new.min()))
             span = int(max(self._old.max(), self._new.max())) + 1 - low
             pays = span * rotary.width <= keys.numel() // keys.shape[0] * len(self._layers) // 16
-            self._tables[rotary] = _table(rotary, low, span, keys) if pays else None
-        table, dtype = self._tables[rotary], _work_dtype(keys)
+            self._tables[rotary] = (low, *_table(rotary, low, span, keys)) if pays else None
+        table, dtype, inv_freq = self._tables[rotary], _work_dtype(keys), _inv_freq(rotary, keys.device)
         layer_step, token_step = _tiles(keys)
         for layer in range(0, keys.shape[0], layer_step):
             for t in range(0, keys.shape[1], token_step):
                 before, after = (_tile(p, layer, layer_step, t, token_step) for p in (old, new))
                 if table is None:
-                    inv_freq = _inv_freq(rotary, keys.device)
                     turn = _angles(after, inv_freq) - _angles(before, inv_freq)
                     cos, sin = turn.cos().to(dtype), turn.sin().to(dtype)
                 else:
-                    cos, sin = _turn_by_table(table, before - low, after - low)
+                    low, *angles = table
+                    cos, sin = _turn_by_table(angles, before - low, after - low)
                 self._turn(keys[layer : layer + layer_step, t : t + token_step], cos, sin, rotary)
 
     def _turn(self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotary: Rotary) -> None:
@@ -666,7 +666,7 @@ def _table(rotary: Rotary, low: int, span: int, keys: torch.Tensor) -> tuple[tor
 
 
 def _turn_by_table(
-    table: tuple[torch.Tensor, torch.Tensor], before: torch.Tensor, after: torch.Tensor
+    table: Sequence[torch.Tensor], before: torch.Tensor, after: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosine and sine of the difference of two angles, from tables of both."""
     cos_before, sin_before, cos_after, sin_after = (

@@ -65,19 +65,19 @@ def gather(
         out = kv.view(-1)[: planes * layers * count * width].view(planes, layers, count, width)
     else:
         out = empty_kv((planes, layers, count, width), kv)
-    index = kept
+    own = torch.arange(heads, device=kv.device)
+    index = [
+        (kept[layer].view(heads, -1).t() * heads + own).flatten() if kept.dim() > 1 else kept for layer in range(layers)
+    ]
     for plane in range(planes):
         for layer in range(layers):
-            if kept.dim() > 1:
-                slots = kept[layer].view(heads, -1)
-                index = (slots.t() * heads + torch.arange(heads, device=kv.device)).flatten()
             rows = kv[plane, layer].reshape(-1, width // heads)
             into = out[plane, layer].view(-1, width // heads)
             before = plane * layers + layer
             if in_place and before * total < (before + 1) * count:  # the result would overwrite what it is made of
-                into.copy_(rows.index_select(0, index))
+                into.copy_(rows.index_select(0, index[layer]))
             else:
-                torch.index_select(rows, 0, index, out=into)
+                torch.index_select(rows, 0, index[layer], out=into)
             if plane == 0 and then is not None:
                 then(layer, out[0, layer])
     return out
