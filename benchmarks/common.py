@@ -195,12 +195,16 @@ def started(
 
 
 def interleaved(cases: Mapping[K, Callable[[], T]], repeats: int) -> dict[K, list[T]]:
-    """Results of each case, from `repeats` rounds over all of them; every round begins with another one."""
+    """Results of each case, from `repeats` rounds over all of them.
+
+    Every round begins with another case and every other one runs backwards: none always follows the same one.
+    """
     results: dict[K, list[T]] = {name: [] for name in cases}
     names = list(cases)
     for turn in range(repeats):
         first = turn % max(1, len(names))
-        for name in names[first:] + names[:first]:
+        order = names[first:] + names[:first]
+        for name in order if turn % 2 == 0 else reversed(order):
             results[name].append(cases[name]())
     return results
 
