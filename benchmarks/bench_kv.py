@@ -1,9 +1,8 @@
 """KV in and out of a cache, 2,048 tokens at Qwen3-8B's geometry (302 MB), beside memmove and the stock LMCache SDK.
 
 A real LMCache server, from the interpreter in `LMCACHE_STREAM_REAL_PYTHON`, serves our client and the stock SDK in
-turn; it needs no engine. Every result is compared with what was stored. One torch thread copies in a
-lane. All rates count
-each byte once; `of memmove` is against memmove on one core into memory that is there already.
+turn; it needs no engine. Every result is compared with what was stored. One torch thread copies in a lane. All rates
+count each byte once; `of memmove` is against memmove on one core into memory that is there already.
 
 - copy: between slots of mapped shared memory and a tensor that is there already, on 1 or 2 lanes; no server.
 - stock formulation: a contiguous copy of the KV, then slot by slot; back by `torch.cat` into new memory; no server.
@@ -28,12 +27,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 import aiohttp
 import torch
 from common import LoopLag, arguments, interleaved, median, percentile, ratio, report, skip
+from stock_sdk import stock_sdk
 
 from lmcache_stream.errors import LMCacheError
 from lmcache_stream.geometry import KVGeometry
@@ -214,125 +214,6 @@ async def clear(running: CacheServer) -> None:
         answer.raise_for_status()
 
 
-# The stock SDK, in a process of its own.
-
-STOCK = """
-import ctypes, json, sys, time
-import requests, torch
-url, http_url, shape, seed, tokens = json.loads(sys.argv[1])
-real_get = requests.get
-LAYOUT = {
-    "model_name": "stock/Qwen3-8B", "world_size": 1,
-    "kv_cache_layout": {"num_layers": 36, "kernel_groups": [{
-        "dtype": "torch.bfloat16", "tokens_per_block": 16, "engine_kv_format": "NL_X_NB_TWO_NH_BS_HS",
-        "engine_kv_concrete_shape": "36 x [1, 2, 8, 16, 128]",
-    }]},
-}
-def get(url, *args, **kwargs):
-    answer = real_get(url, *args, **kwargs)
-    if url.endswith("/status"):
-        content = {**answer.json(), "cache_context_meta": {"1": LAYOUT}}
-        answer.json = lambda: content
-    return answer
-requests.get = get
-from lmcache.sdk.context import LMCacheSDKContext
-generator = torch.Generator().manual_seed(seed)
-kv = torch.randint(-(2**15), 2**15, shape, dtype=torch.int16, generator=generator).view(torch.bfloat16)
-context = LMCacheSDKContext(url, http_url, "stock/Qwen3-8B")
-context.register_caches()
-def say(what):
-    print("@" + json.dumps(what), flush=True)
-say("ready")
-for number, line in enumerate(sys.stdin):
-    if line.startswith("populate"):
-        madvise = ctypes.CDLL(None).madvise
-        madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-        for entry in open("/proc/self/maps"):
-            if "/dev/shm/lmcache_l1_pool" in entry:
-                first, last = (int(end, 16) for end in entry.split()[0].split("-"))
-                assert madvise(first, last - first, 23) == 0
-                say("populated")
-        continue
-    torch.set_num_threads(int(line))
-    started = time.perf_counter()
-    stored = context.store(kv, tokens, f"stock-{number}")
-    between = time.perf_counter()
-    got = context.retrieve(tokens, f"stock-{number}")
-    took = time.perf_counter() - between
-    same = stored and got is not None and torch.equal(got.view(torch.int16), kv.view(torch.int16))
-    del got
-    say([between - started, took] if same else None)
-context.close()
-"""
-
-
-class StockSDK:
-    """Raises `RuntimeError` when it does not run."""
-
-    def __init__(self, running: CacheServer, python: str) -> None:
-        self._log = running.log_dir / "stock.log"
-        told = json.dumps([running.kv_url, running.kv_http_url, SHAPE, SEED, IDS])
-        environment = {**os.environ, "LMCACHE_DISABLE_BANNER": "1", "LMCACHE_LOG_LEVEL": "ERROR"}
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [python, "-c", STOCK, told],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env=environment,
-            )
-        try:
-            self._answer()
-        except RuntimeError:
-            self.close()
-            raise
-
-    def there_and_back(self, torch_threads: int) -> Pair:
-        seconds = self._ask(str(torch_threads))
-        if not isinstance(seconds, list):
-            raise SystemExit("the stock SDK did not bring back what it stored")
-        return seconds[0], seconds[1]
-
-    def populate(self) -> None:
-        """Map every page of the pool in its process."""
-        self._ask("populate")
-
-    def close(self) -> None:
-        self._process.terminate()
-        self._process.wait()
-
-    def _ask(self, what: str) -> object:
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{what}\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def _answer(self) -> object:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith("@"):
-                return json.loads(line[1:])
-        raise RuntimeError((self._log.read_text().strip().splitlines() or ["no reason given"])[-1])
-
-
-@contextlib.contextmanager
-def stock_sdk(running: CacheServer, python: str, notes: list[str]) -> Iterator[StockSDK | None]:
-    try:
-        stock = StockSDK(running, python)
-    except RuntimeError as error:
-        notes.append(f"The stock SDK does not run here: {error}")
-        yield None
-        return
-    try:
-        yield stock
-    finally:
-        stock.close()
-
-
-# All of it.
-
-
 def measure(options: argparse.Namespace, python: str, notes: list[str]) -> tuple[dict[str, list[Pair]], list[float]]:
     kv = some_kv()
     executors = {lanes: TransferExecutor(lanes, device="cpu") for lanes in (1, 2)}
@@ -373,7 +254,7 @@ def measure(options: argparse.Namespace, python: str, notes: list[str]) -> tuple
         cases = copy_cases(kv, executors)
         for name, one in {**ours, **others}.items():
             cases[name] = functools.partial(there_and_back, runner, one)
-        stock = stack.enter_context(stock_sdk(shared, python, notes))
+        stock = stack.enter_context(stock_sdk(shared, python, SHAPE, SEED, IDS, notes))
         if stock is not None:
             for number in (1, 2):
                 cases[f"stock SDK, {number} thread{'s' * (number > 1)}"] = functools.partial(

@@ -223,6 +223,11 @@ def ratio(values: Sequence[float], base: Sequence[float]) -> float:
     return statistics.median(value / of for value, of in zip(values, base, strict=True))
 
 
+def markdown_row(cells: Iterable[object]) -> str:
+    """A row of a table in Markdown."""
+    return f"| {' | '.join(map(str, cells))} |"
+
+
 def percentile(values: Sequence[float], percent: float) -> float:
     """The value that `percent` of the values do not exceed; 0 without values."""
     ordered = sorted(values)

@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from common import markdown_row
+
 HERE = Path(__file__).parent
 RESULTS, README = HERE / "quality.json", HERE / "README.md"
 BEGIN, END = "<!-- quality -->", "<!-- end of quality -->"
@@ -19,9 +21,9 @@ def section(found: dict[str, Any]) -> str:
     right = {(cell["variant"], cell["group"]): cell["accuracy"]["mean"] for cell in found["task_results"]}
     by_label = {variant["label"]: variant for variant in found["variants"]}
     lines = [
-        _row(["editor", "scope", "kept", "NLL against all KV", "same top token", *groups]),
+        markdown_row(["editor", "scope", "kept", "NLL against all KV", "same top token", *groups]),
         "|---|---|--:|--:|--:|" + "--:|" * len(groups),
-        _row(["all KV", "", "100 %", "", "", *(f"{task['accuracy']['mean']:.2f}" for task in found["tasks"])]),
+        markdown_row(["all KV", "", "100 %", "", "", *(f"{task['accuracy']['mean']:.2f}" for task in found["tasks"])]),
     ]
     for cell in found["results"]:
         variant, nll = by_label[cell["variant"]], cell["nll"][probe]
@@ -29,13 +31,13 @@ def section(found: dict[str, Any]) -> str:
         change = f"{nll['mean']:+.3f} ± {(nll['high'] - nll['low']) / 2:.3f}"
         same = f"{cell['agreement'][probe]['mean']:.0%}".replace("%", " %")
         kept = f"{cell['kept']:.0%}".replace("%", " %")
-        lines.append(_row([variant["method"], variant["scope"], kept, change, same, *answers]))
+        lines.append(markdown_row([variant["method"], variant["scope"], kept, change, same, *answers]))
     decided = [one for one in found["comparisons"] if one["verdict"] != "undetermined"]
     lines += [
         "",
-        _row(["decided", "against", "on", "difference", "p after Holm", "it is"]),
+        markdown_row(["decided", "against", "on", "difference", "p after Holm", "it is"]),
         "|---|---|---|--:|--:|---|",
-        *(_row(_compared(one)) for one in decided),
+        *(markdown_row(_compared(one)) for one in decided),
         "",
         f"The other {len(found['comparisons']) - len(decided)} of {len(found['comparisons'])} are undetermined.",
         f"{found['statistics']}  ",
@@ -63,10 +65,6 @@ def _compared(one: dict[str, Any]) -> list[str]:
     half = (difference["high"] - difference["low"]) / 2
     p = f"{one['p_holm']:.3f}" if one["p_holm"] >= 0.001 else "< 0.001"
     return [one["variant"], one["against"], one["group"], f"{difference['mean']:+.3f} ± {half:.3f}", p, one["verdict"]]
-
-
-def _row(cells: list[Any]) -> str:
-    return "| " + " | ".join(str(cell) for cell in cells) + " |"
 
 
 def main() -> None:

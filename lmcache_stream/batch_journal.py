@@ -481,7 +481,7 @@ async def _has_kv(stream: AsyncLMCacheStream, edits: bool) -> bool:
     """Whether the cache still holds what the next operation builds on; if it cannot be asked, that one will say so."""
     state = stream._state
     try:
-        if state.stored and await stream._find_edit() < state.stored:
+        if state.stored and await stream._kv.find_edit() < state.stored:
             return False
         wanted = whole_chunks(state.expected, stream.ctx.chunk_size) if edits else 0
         return not wanted or await stream.ctx.lookup(state.tokens[:wanted], state.salt) >= wanted

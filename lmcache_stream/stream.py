@@ -6,41 +6,25 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-import time
 import uuid
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager, contextmanager
-from typing import Any, Final, Literal, Self, TypeVar
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, Final, Self
 
-import anyio
 import torch
 
 from lmcache_stream import observe, portal
-from lmcache_stream.callables import Items, call, event_batches, in_own_thread
-from lmcache_stream.editors.base import Edit, EditInput, Editor
-from lmcache_stream.errors import (
-    CacheError,
-    CoverageTimeout,
-    EditNotUsed,
-    LMCacheStreamError,
-    StoreError,
-    StreamTimeout,
-    UsageError,
-)
+from lmcache_stream.editors.base import Editor
+from lmcache_stream.errors import LMCacheStreamError, StreamTimeout, UsageError
 from lmcache_stream.face import StreamFace
-from lmcache_stream.kvcache.context import (
-    AsyncKVCacheContext,
-    KVCacheContext,
-    StoreOutcome,
-    check_cache_salt,
-    check_timeout,
-)
+from lmcache_stream.kvcache.context import AsyncKVCacheContext, KVCacheContext, check_cache_salt
 from lmcache_stream.metrics import StreamPerfMetrics
-from lmcache_stream.rounds import EditsWhileDecoding, ModifyFn, plan_passes
-from lmcache_stream.state import ModifyReceipt, Request, StreamState, check_token_ids, fresh_salt, whole_chunks
-from lmcache_stream.types import AsyncPostCompletion, CacheKind, Completion, PostCompletion, TokenEvent
+from lmcache_stream.passes import Passes
+from lmcache_stream.rounds import EditsWhileDecoding, ModifyFn
+from lmcache_stream.state import ModifyReceipt, StreamState, check_token_ids
+from lmcache_stream.stream_kv import Coverage, OnShortfall, StreamKV
+from lmcache_stream.types import AsyncPostCompletion, PostCompletion, TokenEvent
 
 __all__ = [
     "AsyncLMCacheStream",
@@ -57,13 +41,7 @@ __all__ = [
     "update",
 ]
 
-logger: logging.Logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-OnShortfall = Literal["raise", "report"]
 _RELEASE_TIMEOUT: Final = 10.0
-_COVERAGE_TIMEOUT: Final = 30.0
-_POLL_INTERVAL: Final = 0.2
 
 
 class AsyncLMCacheStream(StreamFace):
@@ -115,10 +93,19 @@ class AsyncLMCacheStream(StreamFace):
         self._salt_edits = salt_edits
         self._on_shortfall: OnShortfall = on_shortfall
         self._stream_id = str(uuid.uuid4())
-        self._state = StreamState(tokens=tokens, salt=cache_salt, original_salt=cache_salt, expected=len(tokens))
+        self._begin_with(StreamState(tokens=tokens, salt=cache_salt, original_salt=cache_salt, expected=len(tokens)))
         self._operation: str | None = None
         self._idle = asyncio.Event()
         self._open_events: weakref.ref[AsyncGenerator[TokenEvent, None]] | None = None
+
+    def _begin_with(self, state: StreamState) -> None:
+        self._state = state
+        self._kv = StreamKV(
+            self._ctx, state, self._stream_id, salt_edits=self._salt_edits, on_shortfall=self._on_shortfall
+        )
+        self._passes = Passes(
+            self._ctx, self._kv, state, self._stream_id, self._post_completion, on_shortfall=self._on_shortfall
+        )
 
     @property
     def ctx(self) -> AsyncKVCacheContext:
@@ -168,10 +155,10 @@ class AsyncLMCacheStream(StreamFace):
         timeout: float | None,
     ) -> StreamPerfMetrics:
         async with self._exclusive("generate"):
-            async with aclosing(self._passes(sampling_params, suffix_tokens, edits, timeout)) as passes:
+            async with aclosing(self._passes.run(sampling_params, suffix_tokens, edits, timeout)) as passes:
                 async for request, batch in passes:
                     for item in batch:
-                        self._record(request, item)
+                        self._passes.record(request, item)
             assert self._state.last_metrics is not None
             return self._state.last_metrics
 
@@ -206,10 +193,10 @@ class AsyncLMCacheStream(StreamFace):
     ) -> AsyncGenerator[TokenEvent, None]:
         async with self._exclusive("events"):
             self._open_events = holder[0]
-            async with aclosing(self._passes(sampling_params, suffix_tokens, edits, timeout)) as passes:
+            async with aclosing(self._passes.run(sampling_params, suffix_tokens, edits, timeout)) as passes:
                 async for request, batch in passes:
                     for item in batch:
-                        self._record(request, item)
+                        self._passes.record(request, item)
                         if isinstance(item, TokenEvent):
                             yield item
 
@@ -242,7 +229,7 @@ class AsyncLMCacheStream(StreamFace):
         """
         async with self._exclusive("retrieve_kv"):
             with observe.span("retrieve_kv", stream=self._stream_id):
-                return await self._retrieve(timeout, poll_interval, allow_partial, decode_saved, {})
+                return await self._kv.retrieve(Coverage(timeout, poll_interval, allow_partial, decode_saved))
 
     async def update_kv(self, kv: torch.Tensor, tokens: Sequence[int], *, timeout: float | None = None) -> None:
         """Store `kv` for `tokens` and go on from there: `tokens` replaces the stream's.
@@ -263,7 +250,7 @@ class AsyncLMCacheStream(StreamFace):
         """
         async with self._exclusive("update_kv"):
             with observe.span("update_kv", stream=self._stream_id):
-                await self._store(kv, self._check_pair(kv, tokens, like=None), tail=(), timeout=timeout)
+                await self._kv.update(kv, tokens, timeout=timeout)
 
     async def modify_kv(
         self,
@@ -295,7 +282,7 @@ class AsyncLMCacheStream(StreamFace):
             Exception: Whatever `fn` raises, unchanged. Nothing changed.
         """
         async with self._exclusive("modify_kv"):
-            return await self._modify(fn, timeout, poll_interval, allow_partial, decode_saved)
+            return await self._kv.modify(fn, Coverage(timeout, poll_interval, allow_partial, decode_saved))
 
     async def fork(self, *, timeout: float | None = None) -> Self:
         """A second stream that goes on from here on its own: one prefill, several edits.
@@ -316,7 +303,7 @@ class AsyncLMCacheStream(StreamFace):
                 salt_edits=self._salt_edits,
                 on_shortfall=self._on_shortfall,
             )
-            fork._state = self._state.copy()
+            fork._begin_with(self._state.copy())
             return fork
 
     @asynccontextmanager
@@ -328,8 +315,14 @@ class AsyncLMCacheStream(StreamFace):
                     "thing at a time: await it first, close its events(...), or fork() the stream"
                 )
             # An iterator of events was left behind: the loop is closing it.
-            with anyio.fail_after(_RELEASE_TIMEOUT):
-                await self._idle.wait()
+            try:
+                async with asyncio.timeout(_RELEASE_TIMEOUT):
+                    await self._idle.wait()
+            except TimeoutError as error:
+                raise StreamTimeout(
+                    f"stream {self._stream_id}: {operation}: the events(...) left behind did not close within "
+                    f"{_RELEASE_TIMEOUT:g} s; leave them through contextlib.aclosing(...)"
+                ) from error
         self._operation = operation
         self._idle.clear()
         try:
@@ -338,412 +331,6 @@ class AsyncLMCacheStream(StreamFace):
             self._operation = None
             self._open_events = None
             self._idle.set()
-
-    async def _passes(
-        self,
-        sampling_params: Mapping[str, Any],
-        suffix_tokens: Sequence[int],
-        edits: EditsWhileDecoding | None,
-        timeout: float | None,
-    ) -> AsyncGenerator[tuple[Request, Items], None]:
-        """The requests of one call, with what each brings, for the consumer to record."""
-        max_tokens = _max_tokens(sampling_params)
-        suffix = check_token_ids(suffix_tokens, "suffix_tokens")
-        loop = asyncio.get_running_loop()
-        deadline = None if timeout is None else loop.time() + check_timeout(timeout)
-        requests: list[Request] = []
-        for size, edit_after in plan_passes(max_tokens, edits):
-            params = dict(sampling_params) if size is None else {**sampling_params, "max_tokens": size}
-            request = Request(self._state, suffix, size or max_tokens, requests)
-            requests.append(request)
-            suffix = []
-            phase = "prefill" if params.get("max_tokens") == 1 and not self._state.generated else "decode"
-            span = observe.request(self._ctx.model_name, params, phase, self._stream_id)
-            failure: BaseException | None = None
-            try:
-                async with aclosing(self._exchange(request, params, deadline, span)) as batches:
-                    async for batch in batches:
-                        yield request, batch
-            except BaseException as error:
-                failure = None if isinstance(error, GeneratorExit) else error
-                raise
-            finally:
-                self._tell(span, phase, request, failure)
-            if self._state.done:
-                return
-            if edit_after and edits is not None and self._state.expected >= self._ctx.chunk_size:
-                await self._edit_midway(edits, request, deadline)
-
-    def _tell(self, span: observe.Span, phase: str, request: Request, failure: BaseException | None) -> None:
-        """Say what a request was, now that it has ended."""
-        reason = request.completion.finish_reason if request.completion is not None else None
-        logger.debug(
-            "stream %s: %s: %d tokens sent, %s of them cached, %d came, %s",
-            self._stream_id,
-            phase,
-            len(request.ids),
-            request.cached_tokens,
-            request.arrived,
-            type(failure).__name__ if failure is not None else reason,
-        )
-        if span:
-            first = request.times[0] - request.start if request.times else None
-            span.set(
-                {
-                    "gen_ai.usage.input_tokens": len(request.ids),
-                    "gen_ai.usage.output_tokens": request.arrived,
-                    "gen_ai.usage.cache_read.input_tokens": request.cached_tokens,
-                    "gen_ai.response.finish_reasons": None if reason is None else [reason],
-                    "gen_ai.response.time_to_first_chunk": first,
-                }
-            )
-            span.record("gen_ai.client.operation.time_to_first_chunk", first)
-            span.record("gen_ai.client.token.usage", len(request.ids), **{"gen_ai.token.type": "input"})
-            span.record("gen_ai.client.token.usage", request.arrived, **{"gen_ai.token.type": "output"})
-        span.end(failure)
-
-    async def _edit_midway(self, edits: EditsWhileDecoding, request: Request, deadline: float | None) -> None:
-        left = _left(deadline, _COVERAGE_TIMEOUT)
-        try:
-            async with asyncio.timeout_at(deadline), edits.slots:
-                await self._modify(
-                    edits.editor,
-                    _COVERAGE_TIMEOUT if left is None else left,
-                    _POLL_INTERVAL,
-                    False,
-                    False,
-                    deadline=deadline,
-                )
-        except LMCacheStreamError as error:
-            error.arrived, error.suffix_consumed = request.failure().values()
-            raise
-        except TimeoutError as error:
-            if deadline is None or asyncio.get_running_loop().time() < deadline:
-                raise  # the editor's own
-            raise StreamTimeout(
-                f"stream {self._stream_id}: no end of an edit in time, after {request.arrived} tokens",
-                **request.failure(),
-            ) from error
-
-    async def _modify(
-        self,
-        fn: ModifyFn | Editor,
-        timeout: float,
-        poll_interval: float,
-        allow_partial: bool,
-        decode_saved: bool,
-        *,
-        deadline: float | None = None,
-    ) -> ModifyReceipt:
-        with observe.span(
-            "modify_kv",
-            {"gen_ai.request.model": self._ctx.model_name},
-            duration="lmcache_stream.modify.duration",
-            measured=("gen_ai.request.model",),
-            stream=self._stream_id,
-        ) as span:
-            receipt = await self._modified(fn, timeout, poll_interval, allow_partial, decode_saved, deadline)
-            names = ("tokens_before", "tokens_after", "chunks_stored", "recomputed", "bytes_moved")
-            told = {name: getattr(receipt, name) for name in names}
-            logger.debug("stream %s: modified: %s", self._stream_id, told)
-            span.set({f"lmcache_stream.modify.{name}": value for name, value in told.items()})
-            span.record("lmcache_stream.modify.io", receipt.bytes_moved)
-        return receipt
-
-    async def _modified(
-        self,
-        fn: ModifyFn | Editor,
-        timeout: float,
-        poll_interval: float,
-        allow_partial: bool,
-        decode_saved: bool,
-        deadline: float | None,
-    ) -> ModifyReceipt:
-        seconds: dict[str, float] = {}
-        needs_queries = fn if isinstance(fn, Editor) and "queries" in fn.needs else None
-        kv = await self._retrieve(
-            timeout, poll_interval, allow_partial, decode_saved, seconds, needs_queries, bound=deadline
-        )
-        shape, dtype, nbytes = kv.shape, kv.dtype, kv.nbytes
-        covered = shape[2]
-        prefix, tail = self._state.tokens[:covered], self._state.tokens[covered:]
-        with _timed(seconds, "edit"):
-            edit = await self._edit(fn, kv, prefix)
-        del kv
-        if edit is None:
-            receipt = ModifyReceipt(
-                tokens_before=covered,
-                tokens_after=covered,
-                bytes_moved=nbytes,
-                seconds=seconds,
-                salt=self._state.salt,
-                stored=False,
-            )
-            self._state.last_receipt = receipt
-            return receipt
-        ids = self._check_pair(edit.kv, edit.tokens, like=(shape, dtype))
-        with _timed(seconds, "store"):
-            stored = await self._store(edit.kv, ids, tail=tail, timeout=_left(deadline, self._ctx.timeout))
-        receipt = ModifyReceipt(
-            tokens_before=covered,
-            tokens_after=len(ids),
-            kept_positions=edit.kept_positions,
-            asked=edit.asked,
-            chunks_stored=stored // self._ctx.chunk_size,
-            recomputed=len(ids) - stored,
-            bytes_moved=nbytes + (edit.kv.nbytes // len(ids) * stored if ids else 0),
-            seconds=seconds,
-            salt=self._state.salt,
-        )
-        self._state.last_receipt = receipt
-        return receipt
-
-    async def _exchange(
-        self, request: Request, sampling_params: dict[str, Any], deadline: float | None, span: observe.Span
-    ) -> AsyncGenerator[Items, None]:
-        """One request to the engine. The consumer records what it is given; this decides how the request ended."""
-        state = self._state
-        salt = state.salt
-        try:
-            if not request.ids:
-                raise UsageError("nothing to send: the edit left no token, and there is no suffix")
-            with span.attached():
-                async with asyncio.timeout_at(deadline):
-                    await self._require_edit(deadline)
-            request.start = time.perf_counter()
-            state.unverified = state.stored > 0
-            try:
-                batches = event_batches(self._post_completion, request.ids.copy(), sampling_params, salt)
-                async with aclosing(batches):
-                    with span.attached():  # the request goes out with the first step
-                        batch = await _next(batches, deadline)
-                    while batch is not None:
-                        yield batch
-                        batch = await _next(batches, deadline)
-                request.finish()
-                request.judge_edit()
-            finally:
-                state.last_metrics = request.metrics()
-        except TimeoutError as error:
-            if deadline is None or asyncio.get_running_loop().time() < deadline:
-                raise self._failed(request, error) from error
-            raise StreamTimeout(
-                f"stream {self._stream_id}: no end in time, {request.arrived} tokens arrived", **request.failure()
-            ) from error
-        except LMCacheStreamError:
-            raise
-        except UsageError as error:
-            if request.consumed:
-                raise self._failed(request, error) from error
-            raise
-        except Exception as error:
-            raise self._failed(request, error) from error
-        if request.aborted:
-            reason = request.completion.finish_reason if request.completion else None
-            raise LMCacheStreamError(
-                f"stream {self._stream_id}: the engine ended the request with finish reason {reason!r} after "
-                f"{request.arrived} tokens",
-                **request.failure(),
-            )
-        if state.unverified:
-            _warn_unverifiable()
-        if state.lost and self._on_shortfall == "raise":
-            raise EditNotUsed(
-                f"stream {self._stream_id}: the engine took {request.cached_tokens} tokens from the cache, but the "
-                f"edit has {state.stored}: it was evicted, or the request went out without its cache_salt, "
-                "so this output does not come from the edit",
-                stored=state.stored,
-                used=state.stored - state.lost,
-                **request.failure(),
-            )
-
-    def _record(self, request: Request, item: TokenEvent | Completion) -> None:
-        try:
-            request.record(item)
-        except UsageError as error:
-            if request.consumed:
-                raise self._failed(request, error) from error
-            raise
-
-    def _failed(self, request: Request, error: BaseException) -> LMCacheStreamError:
-        return LMCacheStreamError(
-            f"stream {self._stream_id}: the engine failed after {request.arrived} tokens: {str(error) or repr(error)}",
-            **request.failure(),
-        )
-
-    async def _require_edit(self, deadline: float | None) -> None:
-        """Nobody else would tell: an engine recomputes an evicted edit from its ids without a word."""
-        state = self._state
-        if state.stored and not state.lost:
-            with self._at_the_cache("looking up the edit"):
-                state.lost = state.stored - await self._find_edit(_left(deadline, self._ctx.timeout))
-        self._refuse_a_lost_edit()
-
-    async def _require_edit_in(self, kv: torch.Tensor) -> None:
-        """The same for KV that was retrieved: an engine may have put what it computed in the place of the edit."""
-        state = self._state
-        if state.stored and not state.lost and (state.unverified or state.shared):
-            found = await self._ctx.executor.run(_fingerprint, kv[:, :, : state.stored])
-            if kv.shape[2] < state.stored or state.fingerprint is None or not torch.equal(found, state.fingerprint):
-                state.lost = state.stored
-        self._refuse_a_lost_edit()
-
-    def _refuse_a_lost_edit(self) -> None:
-        state = self._state
-        if state.lost and self._on_shortfall == "raise":
-            raise EditNotUsed(
-                f"stream {self._stream_id}: the cache holds {state.stored - state.lost} of the edit's {state.stored} "
-                "tokens: it was evicted before it was decoded from; give the cache more room or decode sooner, and "
-                "start from the prompt",
-                stored=state.stored,
-                used=state.stored - state.lost,
-            )
-
-    async def _find_edit(self, timeout: float | None = None) -> int:
-        """How many tokens of the stored edit the cache still holds."""
-        state = self._state
-        ids = state.tokens[: state.stored]
-        if not (state.unverified or state.shared):
-            return min(state.stored, await self._ctx.lookup(ids, state.salt, timeout=timeout))
-        kv = await self._ctx.retrieve(ids, state.salt, timeout=timeout)
-        if kv is None or kv.shape[2] < state.stored:
-            return kv.shape[2] if kv is not None else 0
-        assert state.fingerprint is not None
-        same = torch.equal(await self._ctx.executor.run(_fingerprint, kv), state.fingerprint)
-        return state.stored if same else 0
-
-    async def _retrieve(
-        self,
-        timeout: float,
-        poll_interval: float,
-        allow_partial: bool,
-        decode_saved: bool,
-        seconds: dict[str, float],
-        needs_queries: Editor | None = None,
-        bound: float | None = None,
-    ) -> torch.Tensor:
-        state = self._state
-        chunk_size = self._ctx.chunk_size
-        expected = len(state.tokens) if decode_saved else state.expected
-        wanted = whole_chunks(expected, chunk_size)
-        if not wanted:
-            raise LMCacheStreamError(
-                f"stream {self._stream_id}: {expected} tokens are less than one chunk of {chunk_size}: "
-                "there will be no cached KV; use a longer prompt or a cache with smaller chunks"
-            )
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + check_timeout(timeout)
-        with self._at_the_cache("retrieving KV"):
-            while True:
-                with _timed(seconds, "wait"):
-                    covered = await self._ctx.wait_for(
-                        state.tokens[:wanted],
-                        timeout=max(0.0, deadline - loop.time()),
-                        poll_interval=poll_interval,
-                        cache_salt=state.salt,
-                    )
-                seen = covered
-                if covered >= wanted or allow_partial:
-                    left = _left(bound, self._ctx.timeout)
-                    if needs_queries is not None and not await self._ctx.lookup(
-                        state.tokens[:wanted], state.salt, kind=CacheKind.QUERY, timeout=left
-                    ):
-                        raise needs_queries.without_queries()
-                    with _timed(seconds, "retrieve"):
-                        kv = await self._ctx.retrieve(state.tokens, state.salt, timeout=left)
-                    seen = kv.shape[2] if kv is not None else 0
-                    if kv is not None and (seen >= wanted or allow_partial):
-                        await self._require_edit_in(kv)
-                        return kv
-                if loop.time() >= deadline or covered < wanted:
-                    raise CoverageTimeout(
-                        f"stream {self._stream_id}: after {timeout:g} s the cache covers {seen} of {wanted} tokens; "
-                        "does the engine offload to this cache, under this model name and cache_salt, and has the "
-                        "cache room? (allow_partial=True takes what is there)",
-                        seen=seen,
-                        wanted=wanted,
-                    )
-
-    async def _edit(self, fn: Any, kv: torch.Tensor, tokens: list[int]) -> Edit | None:
-        if isinstance(fn, Editor):
-            queries = None
-            if "queries" in fn.needs:
-                with self._at_the_cache("retrieving queries"):
-                    queries = await self._ctx.retrieve(tokens, self._state.salt, kind=CacheKind.QUERY)
-            given = EditInput(
-                kv=kv,
-                tokens=tuple(tokens),
-                geometry=self._ctx.geometry,
-                chunk_size=self._ctx.chunk_size,
-                queries=queries,
-                spent=True,
-            )
-            edit: object = await in_own_thread(fn.edit, given)
-            if not isinstance(edit, Edit):
-                raise UsageError(f"{type(fn).__name__}.edit must return an Edit, not {type(edit).__name__}")
-            return None if edit.kv is kv and edit.tokens == given.tokens else edit
-        if not callable(fn) or isinstance(fn, type):
-            raise UsageError(
-                f"modify_kv takes an Editor, such as StreamingLLM(keep=0.5), or a function fn(kv, tokens), not {fn!r}"
-            )
-        result = await call(fn, kv, tokens.copy())
-        if result is None:
-            return None
-        if not isinstance(result, tuple | list) or len(result) != 2:
-            raise UsageError(f"fn must return (new_kv, new_tokens) or None, not {type(result).__name__}")
-        new_kv, new_tokens = result
-        return Edit(kv=new_kv, tokens=tuple(check_token_ids(new_tokens, "new_tokens")), kept_positions=None)
-
-    def _check_pair(self, kv: Any, tokens: Sequence[int], *, like: tuple[torch.Size, torch.dtype] | None) -> list[int]:
-        ids = check_token_ids(tokens, "tokens")
-        if not isinstance(kv, torch.Tensor) or kv.ndim != 4:
-            raise UsageError(f"KV must be a tensor [2, L, T, D], not {getattr(kv, 'shape', type(kv).__name__)}")
-        if kv.shape[2] != len(ids):
-            raise UsageError(f"KV of {kv.shape[2]} tokens does not fit {len(ids)} ids")
-        if like is not None:
-            shape, dtype = like
-            if (kv.shape[0], kv.shape[1], kv.shape[3]) != (shape[0], shape[1], shape[3]):
-                raise UsageError(
-                    f"an edit must keep planes, layers and width: got {list(kv.shape)}, from {list(shape)}"
-                )
-            if kv.dtype != dtype:
-                raise UsageError(f"an edit must keep the dtype: got {kv.dtype}, from {dtype}; cast it back")
-        return ids
-
-    async def _store(self, kv: torch.Tensor, ids: list[int], *, tail: Sequence[int], timeout: float | None) -> int:
-        """Store whole chunks, then move the state; the number of tokens stored."""
-        state = self._state
-        chunk_size = self._ctx.chunk_size
-        whole = whole_chunks(len(ids), chunk_size)
-        salt = fresh_salt(state.original_salt) if self._salt_edits else state.salt
-        fingerprint = None
-        if whole:
-            kept = kv[:, :, :whole]
-            with self._at_the_cache("storing the edit"):
-                fingerprint = await self._ctx.executor.run(_fingerprint, kept)
-                outcome = await self._ctx.put(kept, ids[:whole], salt, timeout=timeout)
-            if not outcome.complete:
-                raise StoreError(self._refusal(outcome))
-        state.replace_prefix(ids[:whole], ids[whole:], tail, salt, fingerprint)
-        return whole
-
-    def _refusal(self, outcome: StoreOutcome) -> str:
-        parts = []
-        if outcome.kept:
-            parts.append(
-                f"{outcome.kept} are cached under these ids already and the cache keeps what it has "
-                "(leave salt_edits on: an edit needs a cache_salt of its own)"
-            )
-        if outcome.missing:
-            parts.append(f"for {outcome.missing} it has no room (give it more, or edit fewer streams at once)")
-        return f"stream {self._stream_id}: of {outcome.chunks} chunks of the edit, " + ", and ".join(parts)
-
-    @contextmanager
-    def _at_the_cache(self, doing: str) -> Iterator[None]:
-        try:
-            yield
-        except CacheError as error:
-            raise LMCacheStreamError(f"stream {self._stream_id}: {doing}: {error}") from error
 
 
 class LMCacheStream(StreamFace):
@@ -918,62 +505,3 @@ def get(stream: LMCacheStream, timeout: float = 30, poll_interval: float = 0.2) 
 def update(stream: LMCacheStream, kv: torch.Tensor, tokens: Sequence[int]) -> None:
     """The same as `stream.update_kv(kv, tokens)`, `kv` `[2, L, T, D]`."""
     stream.update_kv(kv, tokens)
-
-
-def _max_tokens(sampling_params: Any) -> int | None:
-    if not isinstance(sampling_params, Mapping):
-        raise UsageError(f"sampling_params must be a mapping, not {type(sampling_params).__name__}")
-    max_tokens: int | None = sampling_params.get("max_tokens")
-    if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
-        raise UsageError(f"max_tokens must be an int of at least 1, not {max_tokens!r}")
-    return max_tokens
-
-
-def _left(deadline: float | None, at_most: float) -> float | None:
-    """Seconds until `deadline`, and no more than `at_most`; None where there is no deadline."""
-    if deadline is None:
-        return None
-    return max(0.0, min(at_most, deadline - asyncio.get_running_loop().time()))
-
-
-async def _next(batches: AsyncGenerator[Items, None], deadline: float | None) -> Items | None:
-    if deadline is None:
-        return await anext(batches, None)
-    async with asyncio.timeout_at(deadline):
-        return await anext(batches, None)
-
-
-def _fingerprint(kv: torch.Tensor) -> torch.Tensor:
-    """A sum over the bits of each plane and layer of `[P, L, T, D]`, int64 `[P, L]`: exact, whatever the order."""
-    words = kv.detach().cpu().contiguous()
-    wide = torch.int64 if words.shape[3] * words.element_size() % 8 == 0 else torch.uint8
-    return words.view(wide).sum(dim=(2, 3), dtype=torch.int64)
-
-
-@contextmanager
-def _timed(seconds: dict[str, float], step: str) -> Iterator[None]:
-    start = time.perf_counter()
-    try:
-        with observe.span(
-            step,
-            {"lmcache_stream.step": step},
-            duration="lmcache_stream.modify.duration",
-            measured=("lmcache_stream.step",),
-        ):
-            yield
-    finally:
-        seconds[step] = seconds.get(step, 0.0) + time.perf_counter() - start
-
-
-_warned = False
-
-
-def _warn_unverifiable() -> None:
-    global _warned
-    if not _warned:
-        _warned = True
-        logger.warning(
-            "the engine, or post_completion, does not say how many prompt tokens came from the cache, so nothing shows "
-            "at once that an edit was decoded from: start vLLM with --enable-prompt-tokens-details, and let "
-            "post_completion end with a Completion that has its usage"
-        )

@@ -3,7 +3,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -13,6 +13,9 @@ from blockbuster import BlockBuster
 from hypothesis import settings
 
 import lmcache_stream
+
+from .engines import AsyncCountingEngine, CountingEngine
+from .streams import Setup, opened
 
 # A busy machine is no reason to fail.
 settings.register_profile("unhurried", deadline=None)
@@ -72,3 +75,15 @@ def tiny_model(tiny_model_path: Path) -> tuple[Any, Any]:
 
     model = AutoModelForCausalLM.from_pretrained(tiny_model_path).eval()
     return model, AutoTokenizer.from_pretrained(tiny_model_path)
+
+
+@pytest.fixture(params=[CountingEngine, AsyncCountingEngine])
+async def setup(request: pytest.FixtureRequest) -> AsyncIterator[Setup]:
+    async with opened(request.param) as made:
+        yield made
+
+
+@pytest.fixture
+async def one() -> AsyncIterator[Setup]:
+    async with opened(AsyncCountingEngine) as made:
+        yield made

@@ -109,25 +109,25 @@ TRAPS: dict[str, tuple[str, ...]] = {
     ),
     # Edits
     "an edit that keeps its ids is ignored by the cache": (
-        "test_stream.py::test_every_edit_gets_a_salt_of_its_own_from_the_callers",
-        "test_stream.py::test_without_a_salt_an_edit_that_keeps_its_ids_is_an_error_and_changes_nothing",
+        "test_stream_kv.py::test_every_edit_gets_a_salt_of_its_own_from_the_callers",
+        "test_stream_kv.py::test_without_a_salt_an_edit_that_keeps_its_ids_is_an_error_and_changes_nothing",
         "kvcache/test_memory.py::test_a_second_store_of_other_bytes_is_no_success",
     ),
     "an edit of values alone is not decoded from": ("test_main_job.py::test_an_edit_of_values_alone_is_decoded_from",),
     "an edit of whatever prefix is there": (
-        "test_stream.py::test_an_edit_waits_until_the_whole_prompt_is_offloaded",
-        "test_stream.py::test_a_timeout_says_what_was_seen_and_wanted",
-        "test_stream.py::test_chunks_evicted_between_waiting_and_retrieving_are_waited_for_again",
+        "test_stream_kv.py::test_an_edit_waits_until_the_whole_prompt_is_offloaded",
+        "test_stream_kv.py::test_a_timeout_says_what_was_seen_and_wanted",
+        "test_stream_kv.py::test_chunks_evicted_between_waiting_and_retrieving_are_waited_for_again",
     ),
     "the tail is moved before the editor ran": (
-        "test_stream.py::test_a_failing_editor_changes_nothing_and_its_exception_passes",
+        "test_passes.py::test_a_failing_editor_changes_nothing_and_its_exception_passes",
         "test_stream_machine.py::TestStreamMachine",
     ),
     "a store that says already cached for everything": (
         "kvcache/mp/test_context.py::test_a_store_tells_what_became_of_each_chunk",
         "kvcache/test_memory.py::test_a_put_tells_taken_same_kept_and_missing",
     ),
-    "tokens move although there was no room": ("test_stream.py::test_no_room_is_an_error_and_changes_nothing",),
+    "tokens move although there was no room": ("test_stream_kv.py::test_no_room_is_an_error_and_changes_nothing",),
     "tokens move although a store timed out": (
         "kvcache/mp/test_context.py::test_a_late_reservation_is_filled_with_what_was_to_be_stored",
         "test_traps.py::test_a_store_that_times_out_moves_no_token",
@@ -198,9 +198,9 @@ TRAPS: dict[str, tuple[str, ...]] = {
         "kvcache/mp/test_context.py::test_a_store_tells_what_became_of_each_chunk",
     ),
     "an edit is evicted before it is decoded from": (
-        "test_stream.py::test_an_evicted_edit_is_noticed_before_the_request",
-        "test_stream.py::test_an_edit_evicted_between_lookup_and_prefill_is_noticed",
-        "test_stream.py::test_an_edit_evicted_during_a_request_without_a_verdict_is_noticed_by_the_next",
+        "test_stream_kv.py::test_an_evicted_edit_is_noticed_before_the_request",
+        "test_stream_kv.py::test_an_edit_evicted_between_lookup_and_prefill_is_noticed",
+        "test_stream_kv.py::test_an_edit_evicted_during_a_request_without_a_verdict_is_noticed_by_the_next",
         "test_main_job.py::test_an_edit_evicted_before_it_is_decoded_from_is_noticed",
     ),
     "a registration under the engine's name": ("test_traps.py::test_nothing_is_registered_under_the_engines_name",),

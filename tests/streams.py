@@ -1,0 +1,56 @@
+"""A stream over the embedded cache and an engine that offloads to it."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import torch
+
+from lmcache_stream.kvcache import aconnect
+from lmcache_stream.kvcache.memory import EmbeddedCache
+from lmcache_stream.stream import AsyncLMCacheStream
+
+from .engines import GEOMETRY, MODEL, CountingEngine
+
+CHUNK = 4
+PREFILL: dict[str, Any] = {"max_tokens": 1}
+
+
+class Setup:
+    """A cache, a context on it, and an engine that offloads to it."""
+
+    def __init__(self, cache: EmbeddedCache, ctx: Any, engine: CountingEngine) -> None:
+        self.cache, self.ctx, self.engine = cache, ctx, engine
+
+    def stream(self, prompt: int | list[int], **options: Any) -> AsyncLMCacheStream:
+        ids = list(range(prompt)) if isinstance(prompt, int) else prompt
+        return AsyncLMCacheStream(self.ctx, self.engine, ids, **options)
+
+
+def make_url(chunk_size: int = CHUNK, max_bytes: str = "64MiB") -> str:
+    return f"memory://{uuid.uuid4().hex}?chunk_size={chunk_size}&max_bytes={max_bytes}"
+
+
+class opened:
+    def __init__(self, engine: type[CountingEngine], url: str | None = None, **options: Any) -> None:
+        self._engine, self._url, self._options = engine, url or make_url(), options
+
+    async def __aenter__(self) -> Setup:
+        self._cache = EmbeddedCache.open(self._url)
+        self._cache.register_model(MODEL, GEOMETRY)
+        self._ctx = await aconnect(self._url)
+        return Setup(self._cache, self._ctx, self._engine(self._cache, **self._options))
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._ctx.close()
+        self._cache.unregister_model(MODEL)
+        self._cache.close()
+
+
+def drop_every_other(kv: torch.Tensor, tokens: list[int]) -> tuple[torch.Tensor, list[int]]:
+    return kv[:, :, ::2], tokens[::2]
+
+
+def keep(kv: torch.Tensor, tokens: list[int]) -> tuple[torch.Tensor, list[int]]:
+    return kv, tokens

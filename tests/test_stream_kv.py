@@ -1,0 +1,319 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+import torch
+
+from lmcache_stream.errors import (
+    CoverageTimeout,
+    EditNotUsed,
+    LMCacheStreamError,
+    StoreError,
+)
+from lmcache_stream.stream import AsyncLMCacheStream
+from lmcache_stream.types import Completion, TokenEvent, Usage
+
+from .engines import MODEL, AsyncCountingEngine, CountingEngine, kv_of
+from .streams import PREFILL, Setup, drop_every_other, keep, make_url, opened
+
+
+async def test_every_edit_gets_a_salt_of_its_own_from_the_callers(one: Setup) -> None:
+    stream = one.stream(16, cache_salt="tenant")
+    await stream.generate(PREFILL)
+    assert one.engine.sent[-1][2] == "tenant"
+    salts = []
+    for _ in range(2):
+        await stream.modify_kv(keep)
+        salts.append(stream.cache_salt)
+        await stream.generate(PREFILL)
+        assert one.engine.sent[-1][2] == stream.cache_salt
+    assert len(set(salts)) == 2
+    assert all(salt.startswith("tenant~") and salt.count("~") == 1 for salt in salts)
+
+
+async def test_without_a_salt_an_edit_that_keeps_its_ids_is_an_error_and_changes_nothing(one: Setup) -> None:
+    stream = one.stream(16, salt_edits=False)
+    await stream.generate(PREFILL)
+    before = (stream.tokens, stream.suffix_tokens(), stream.cache_salt)
+    with pytest.raises(StoreError, match="4 are cached under these ids already"):
+        await stream.modify_kv(lambda kv, tokens: (-kv - 1, tokens))
+    assert (stream.tokens, stream.suffix_tokens(), stream.cache_salt) == before
+
+
+async def test_without_a_salt_an_edit_with_ids_of_its_own_is_stored(one: Setup) -> None:
+    stream = one.stream(16, salt_edits=False)
+    await stream.generate(PREFILL)
+    await stream.modify_kv(drop_every_other)
+    assert stream.cache_salt == ""
+    assert (await stream.generate(PREFILL)).cached_tokens == 8
+
+
+async def test_no_room_is_an_error_and_changes_nothing() -> None:
+    room = kv_of(list(range(16))).nbytes
+    async with opened(CountingEngine, make_url(max_bytes=str(room))) as setup:
+        stream = setup.stream(16)
+        await stream.generate(PREFILL)
+        before = (stream.tokens, stream.suffix_tokens(), stream.cache_salt)
+        with pytest.raises(StoreError, match="no room"):
+            await stream.modify_kv(lambda kv, tokens: (torch.cat([kv, kv], 2), [*tokens, *tokens]))
+        assert (stream.tokens, stream.suffix_tokens(), stream.cache_salt) == before
+
+
+async def test_an_evicted_edit_is_noticed_before_the_request(one: Setup) -> None:
+    stream = one.stream(18)
+    await stream.generate(PREFILL)
+    await stream.modify_kv(drop_every_other)
+    one.cache.clear()
+    requests = len(one.engine.sent)
+    with pytest.raises(EditNotUsed, match="0 of the edit's 8") as caught:
+        await stream.generate({"max_tokens": 2})
+    assert (caught.value.stored, caught.value.used, caught.value.suffix_consumed) == (8, 0, False)
+    assert len(one.engine.sent) == requests
+    assert stream.suffix_tokens() == [16, 17, 1000]
+
+
+async def test_an_edit_evicted_between_lookup_and_prefill_is_noticed(one: Setup) -> None:
+    def evicting(ids: list[int], params: Mapping[str, Any], salt: str) -> Iterator[TokenEvent | Completion]:
+        one.cache.clear()
+        return CountingEngine.__call__(one.engine, ids, params, salt)
+
+    stream = one.stream(18)
+    await stream.generate(PREFILL)
+    await stream.modify_kv(drop_every_other)
+    stream._post_completion = evicting
+    with pytest.raises(EditNotUsed) as caught:
+        await stream.generate({"max_tokens": 2})
+    assert (caught.value.stored, caught.value.used, caught.value.arrived) == (8, 0, 2)
+    assert caught.value.suffix_consumed
+
+
+async def test_an_edit_of_which_one_chunk_was_evicted_is_noticed(one: Setup) -> None:
+    stream = one.stream(18)
+    await stream.generate(PREFILL)
+    await stream.modify_kv(drop_every_other)
+    kept = one.cache.longest_prefix(MODEL, stream.tokens, stream.cache_salt)
+    one.cache.clear()
+    one.cache.put(MODEL, stream.tokens[:4], kept[:1], stream.cache_salt)
+    with pytest.raises(EditNotUsed, match="4 of the edit's 8") as caught:
+        await stream.generate({"max_tokens": 2})
+    assert (caught.value.stored, caught.value.used) == (8, 4)
+
+
+async def test_an_engine_that_takes_a_part_of_the_edit_is_noticed(one: Setup) -> None:
+    def partly(ids: list[int], params: Mapping[str, Any], salt: str) -> Iterator[TokenEvent | Completion]:
+        yield TokenEvent(5)
+        yield Completion("length", usage=Usage(len(ids), 1, 4))
+
+    stream = one.stream(18)
+    await stream.generate(PREFILL)
+    await stream.modify_kv(drop_every_other)
+    stream._post_completion = partly
+    with pytest.raises(EditNotUsed) as caught:
+        await stream.generate({"max_tokens": 1})
+    assert (caught.value.stored, caught.value.used, caught.value.arrived) == (8, 4, 1)
+
+
+@pytest.mark.parametrize("ending", ["left", "failed", "silent"])
+async def test_an_edit_evicted_during_a_request_without_a_verdict_is_noticed_by_the_next(
+    one: Setup, ending: str
+) -> None:
+    """The engine offloads what it computed itself under the edit's ids and salt: a lookup would find that."""
+
+    async def evicting(ids: list[int], params: Mapping[str, Any], salt: str) -> AsyncIterator[TokenEvent | Completion]:
+        one.cache.clear()
+        one.engine.put(ids, salt)
+        yield TokenEvent(5)
+        if ending == "failed":
+            raise RuntimeError("engine fell over")
+        yield TokenEvent(6)
+
+    stream = one.stream(18)
+    await stream.generate(PREFILL)
+    await stream.modify_kv(lambda kv, tokens: (-kv[:, :, ::2] - 1, tokens[::2]))
+    stream._post_completion = evicting
+    if ending == "left":
+        async with aclosing(stream.events({"max_tokens": 2})) as events:
+            await anext(events)
+    elif ending == "failed":
+        with pytest.raises(LMCacheStreamError, match="fell over"):
+            await stream.generate({"max_tokens": 2})
+    else:
+        await stream.generate({"max_tokens": 2})
+    assert await one.ctx.lookup(stream.tokens[:8], stream.cache_salt) == 8
+    stream._post_completion = one.engine
+    for _ in range(2):
+        with pytest.raises(EditNotUsed, match="0 of the edit's 8"):
+            await stream.generate({"max_tokens": 1})
+
+
+async def test_an_edit_that_is_still_there_after_a_request_without_a_verdict_is_gone_on_with(one: Setup) -> None:
+    stream = one.stream(18)
+    await stream.generate(PREFILL)
+    await stream.modify_kv(drop_every_other)
+    async with aclosing(stream.events({"max_tokens": 5})) as events:
+        await anext(events)
+    assert (await stream.generate({"max_tokens": 1})).cached_tokens == 8
+
+
+async def test_a_lost_edit_stays_lost_until_the_next(one: Setup) -> None:
+    stream = one.stream(18, on_shortfall="report")
+    await stream.generate(PREFILL)
+    await stream.modify_kv(drop_every_other)
+    one.cache.clear()
+    for _ in range(2):
+        assert (await stream.generate({"max_tokens": 1})).edit_shortfall == 8
+    await stream.modify_kv(keep)
+    assert (await stream.generate({"max_tokens": 1})).edit_shortfall == 0
+
+
+async def test_an_engine_that_does_not_say_what_it_took_is_warned_of(
+    one: Setup, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmcache_stream.passes._warned", False)
+    one.engine.usage = False
+    for _ in range(2):
+        stream = one.stream(18)
+        await stream.generate(PREFILL)
+        assert len(caplog.records) <= 1
+        await stream.modify_kv(drop_every_other)
+        await stream.generate({"max_tokens": 1})
+    assert len(caplog.records) == 1
+    assert "--enable-prompt-tokens-details" in caplog.text
+
+
+async def test_chunks_evicted_between_waiting_and_retrieving_are_waited_for_again(
+    one: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = one.stream(16)
+    await stream.generate(PREFILL)
+    original = type(one.ctx).wait_for
+    calls = 0
+
+    async def evicting(ctx: Any, *args: Any, **kwargs: Any) -> int:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            one.engine.put(list(range(16)), "")
+        covered: int = await original(ctx, *args, **kwargs)
+        if calls == 1:
+            one.cache.clear()
+            one.engine.put(list(range(8)), "")
+        return covered
+
+    monkeypatch.setattr(type(one.ctx), "wait_for", evicting)
+    assert (await stream.modify_kv(keep)).tokens_before == 16
+    assert calls == 2
+
+
+async def test_a_post_completion_that_drops_its_salt_is_noticed(one: Setup) -> None:
+    async def dropping(ids: list[int], params: Mapping[str, Any], salt: str) -> AsyncIterator[TokenEvent | Completion]:
+        async for item in one.engine(ids, params, ""):  # type: ignore[attr-defined]
+            yield item
+
+    stream = AsyncLMCacheStream(one.ctx, dropping, list(range(18)))
+    await stream.generate(PREFILL)
+    await stream.modify_kv(drop_every_other)
+    with pytest.raises(EditNotUsed, match="without its cache_salt"):
+        await stream.generate({"max_tokens": 2})
+    assert stream.output_tokens() == [1000, 1001, 1002]
+
+
+async def test_a_shortfall_can_be_reported_instead(one: Setup) -> None:
+    stream = one.stream(18, on_shortfall="report")
+    await stream.generate(PREFILL)
+    await stream.modify_kv(drop_every_other)
+    one.cache.clear()
+    assert (await stream.generate({"max_tokens": 2})).edit_shortfall == 8
+
+
+async def test_an_edit_waits_until_the_whole_prompt_is_offloaded(one: Setup) -> None:
+    one.engine.offload = False
+    stream = one.stream(16)
+    await stream.generate(PREFILL)
+    one.engine.put(list(range(8)), "")
+    task = asyncio.create_task(stream.modify_kv(drop_every_other))
+    await asyncio.sleep(0)
+    one.engine.put(list(range(16)), "")
+    assert (await task).tokens_before == 16
+
+
+async def test_a_timeout_says_what_was_seen_and_wanted(one: Setup) -> None:
+    one.engine.offload = False
+    stream = one.stream(18)
+    await stream.generate(PREFILL)
+    one.engine.put(list(range(8)), "")
+    with pytest.raises(CoverageTimeout, match="covers 8 of 16") as caught:
+        await stream.modify_kv(keep, timeout=0.01)
+    assert (caught.value.seen, caught.value.wanted) == (8, 16)
+    assert isinstance(caught.value, TimeoutError)
+    receipt = await stream.modify_kv(keep, timeout=0, allow_partial=True)
+    assert receipt.tokens_before == 8
+    assert stream.suffix_tokens() == [*range(8, 18), 1000]
+
+
+async def test_nothing_cached_is_a_timeout_even_for_a_part(one: Setup) -> None:
+    one.engine.offload = False
+    stream = one.stream(18)
+    await stream.generate(PREFILL)
+    with pytest.raises(CoverageTimeout, match="covers 0 of 16"):
+        await stream.modify_kv(keep, timeout=0, allow_partial=True)
+
+
+async def test_less_than_a_chunk_fails_at_once(one: Setup) -> None:
+    stream = one.stream(3)
+    await stream.generate(PREFILL)
+    with pytest.raises(LMCacheStreamError, match="less than one chunk of 4"):
+        await stream.retrieve_kv()
+
+
+async def test_a_prompt_that_another_request_offloaded_needs_no_generate(one: Setup) -> None:
+    one.engine.put(list(range(16)), "")
+    stream = one.stream(16)
+    assert (await stream.retrieve_kv(0)).shape[2] == 16
+
+
+async def test_generated_tokens_are_waited_for_when_the_engine_saves_them(one: Setup) -> None:
+    stream = one.stream(15)
+    await stream.generate(PREFILL)
+    assert (await stream.retrieve_kv(0)).shape[2] == 12
+    with pytest.raises(CoverageTimeout, match="12 of 16"):
+        await stream.retrieve_kv(0, decode_saved=True)
+    one.engine.put(stream.tokens, "")
+    assert (await stream.retrieve_kv(0, decode_saved=True)).shape[2] == 16
+
+
+@pytest.mark.parametrize("on_shortfall", ["raise", "report"])
+async def test_what_took_the_place_of_a_lost_edit_is_not_edited(on_shortfall: Any) -> None:
+    """A request that is left says nothing of the edit, and the engine offloads what it computed in its place."""
+
+    class Evicting(AsyncCountingEngine):
+        evicts = False
+
+        async def __call__(self, ids: list[int], params: Mapping[str, Any], salt: str, /) -> AsyncIterator[Any]:  # type: ignore[override]
+            if self.evicts:
+                self.cache.clear()
+                self.put(ids, salt)
+            async for item in super().__call__(ids, params, salt):
+                yield item
+
+    async with opened(Evicting) as made:
+        stream = AsyncLMCacheStream(made.ctx, made.engine, list(range(18)), on_shortfall=on_shortfall)
+        await stream.generate({"max_tokens": 1})
+        await stream.modify_kv(lambda kv, tokens: (-kv[:, :, ::2], tokens[::2]))
+        assert isinstance(made.engine, Evicting)
+        made.engine.evicts = True
+        events = stream.events({"max_tokens": 5})
+        await anext(events)
+        await events.aclose()
+        before = stream.tokens, stream.cache_salt
+        if on_shortfall == "report":
+            assert (await stream.modify_kv(lambda kv, tokens: (kv, tokens))).stored
+            return
+        for attempt in (lambda: stream.modify_kv(lambda kv, tokens: (kv, tokens)), stream.retrieve_kv):
+            with pytest.raises(EditNotUsed, match="evicted"):
+                await attempt()
+        assert (stream.tokens, stream.cache_salt) == before
