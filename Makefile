@@ -13,6 +13,11 @@ STAMP := $(VENV)/.installed
 
 BENCH_STAMP := $(VENV)/.bench
 
+comma := ,
+empty :=
+COVERED := $(subst $(empty) $(empty),$(comma),$(addprefix lmcache_stream/,stream.py stream_kv.py passes.py batch.py \
+  completions/sse.py kvcache/mp/wire.py kvcache/mp/codec.py))
+
 FUZZ_STAMP := $(VENV)/.fuzz
 FUZZ_SECONDS ?= 600
 
@@ -38,7 +43,7 @@ SMOKE_VENV := .venv-smoke
 SMOKE_BIN := $(CURDIR)/$(SMOKE_VENV)/bin
 
 .PHONY: run test check types docs dist smoke test-lowest bench profile quality kvpress headline real test-real test-real-all \
-  faults soak soak-real fuzz clean
+  coverage repeats faults soak soak-real fuzz clean
 
 run: $(STAMP)
 	$(BIN)/lmcache-stream demo
@@ -113,6 +118,17 @@ test-real: $(STAMP) $(REAL_STAMP)
 
 test-real-all: $(STAMP) $(REAL_STAMP)
 	$(REAL) $(BIN)/python -m pytest tests/real -m real $(PYTEST_ARGS)
+
+# Branches that the tests take: 95 % of the package, and each one of the files that must not be wrong.
+coverage: $(STAMP)
+	$(BIN)/python -m pytest -m "not real" --cov --cov-report= -n 2 $(PYTEST_ARGS)
+	$(BIN)/coverage report --skip-covered --fail-under 95
+	$(BIN)/coverage report --skip-covered --fail-under 100 --include "$(COVERED)"
+
+# The tests five times in a row, in another order each time, two at a time.
+repeats: $(STAMP)
+	for round in 1 2 3 4 5; do \
+	  $(BIN)/python -m pytest -m "not real" -q -n 2 --random-order --random-order-seed $$round $(PYTEST_ARGS) || exit; done
 
 # What every ordered fault leads to, in tests/faults/README.md.
 faults: $(STAMP)

@@ -97,6 +97,30 @@ def test_a_command_is_there(command: str) -> None:
         assert words[0] in ("pip", "python", "python3", "git", "cd", "export"), command
 
 
+def anchors(page: str) -> set[str]:
+    """What a link may name after `#`: the headings, as GitHub writes them."""
+    headings = re.findall(r"^#+ (.*)$", page, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_link_leads_somewhere() -> None:
+    links = re.findall(r"\]\(([^)\s]+)\)", README)
+    assert len(links) > 20
+    for link in links:
+        path, _, anchor = link.partition("#")
+        if not path.startswith("http"):
+            assert (ROOT / path).exists(), link
+            assert not anchor or anchor in anchors((ROOT / path).read_text(encoding="utf-8")), link
+
+
+def test_every_cell_about_another_tool_is_shown_somewhere() -> None:
+    table = README.partition("## Beside other tools")[2].partition("\n## ")[0]
+    rows = [line.strip("|").split("|")[1:] for line in table.splitlines() if line.startswith("|")][2:]
+    cells = [cell.strip() for row in rows for cell in row]
+    assert len(cells) >= 32
+    assert [cell for cell in cells if cell != "–" and "](" not in cell] == []
+
+
 @pytest.mark.model
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("command", [command for command in commands() if is_whole(command)])

@@ -20,7 +20,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SCRIPT = """
 import inspect, pkgutil
 import torch
-import lmcache.sdk
+import lmcache.sdk.batch
 from lmcache.sdk.cache_kind import LMCacheSDKCacheKind
 from lmcache.sdk.context import LMCacheSDKContext
 from lmcache.sdk.request import LMCacheRequestStream
@@ -58,6 +58,7 @@ print("@" + json.dumps({
     "stored": stored,
     "kept": context.retrieve(ids, "same").unique().tolist(),
     "tails": tails,
+    "threads": "ThreadPoolExecutor" in inspect.getsource(lmcache.sdk.batch),
 }))
 context.close()
 """
@@ -87,4 +88,5 @@ def test_it_blocks_keeps_what_the_cache_has_and_doubles_a_tail(
     assert found["coroutines"] == []
     assert found["stored"] == [True, False]
     assert found["kept"] == [1.0]
+    assert found["threads"]
     assert found["tails"] == [[7, 8], [7, 8, 7, 8]]
