@@ -18,6 +18,8 @@ empty :=
 COVERED := $(subst $(empty) $(empty),$(comma),$(addprefix lmcache_stream/,stream.py stream_kv.py passes.py batch.py \
   completions/sse.py kvcache/mp/wire.py kvcache/mp/codec.py))
 
+MUTATION_STAMP := $(VENV)/.mutation
+
 FUZZ_STAMP := $(VENV)/.fuzz
 FUZZ_SECONDS ?= 600
 
@@ -43,7 +45,7 @@ SMOKE_VENV := .venv-smoke
 SMOKE_BIN := $(CURDIR)/$(SMOKE_VENV)/bin
 
 .PHONY: run test check types docs dist smoke test-lowest bench profile quality kvpress headline real test-real test-real-all \
-  coverage repeats faults soak soak-real fuzz clean
+  coverage repeats mutation faults soak soak-real fuzz clean
 
 run: $(STAMP)
 	$(BIN)/lmcache-stream demo
@@ -130,6 +132,12 @@ repeats: $(STAMP)
 	for round in 1 2 3 4 5; do \
 	  $(BIN)/python -m pytest -m "not real" -q -n 2 --random-order --random-order-seed $$round $(PYTEST_ARGS) || exit; done
 
+# Faults put into the files that must not be wrong, one at a time, and how many the tests find; an hour.
+mutation: $(MUTATION_STAMP)
+	$(BIN)/mutmut run --max-children 2
+	$(BIN)/mutmut export-cicd-stats
+	cat mutants/mutmut-cicd-stats.json
+
 # What every ordered fault leads to, in tests/faults/README.md.
 faults: $(STAMP)
 	$(BIN)/python -m tests.faults
@@ -151,7 +159,7 @@ fuzz: $(FUZZ_STAMP)
 	LMCACHE_STREAM_MACHINE_EXAMPLES=2000 $(BIN)/python -m pytest tests/test_stream_machine.py --timeout 0
 
 clean:
-	rm -rf $(VENV) $(REAL_VENV) $(KVPRESS_VENV) $(LOWEST_VENV) $(SMOKE_VENV) build dist .fuzz .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(REAL_VENV) $(KVPRESS_VENV) $(LOWEST_VENV) $(SMOKE_VENV) build dist mutants .fuzz .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml
@@ -164,6 +172,10 @@ $(STAMP): pyproject.toml
 
 $(BENCH_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet --editable ".[bench]"
+	@touch $@
+
+$(MUTATION_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --editable ".[mutation]"
 	@touch $@
 
 $(FUZZ_STAMP): $(STAMP)

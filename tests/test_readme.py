@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import shlex
 import subprocess
@@ -119,6 +120,11 @@ def test_every_cell_about_another_tool_is_shown_somewhere() -> None:
     cells = [cell.strip() for row in rows for cell in row]
     assert len(cells) >= 32
     assert [cell for cell in cells if cell != "–" and "](" not in cell] == []
+
+
+def test_the_rates_beside_the_stock_sdk_are_the_measured_ones() -> None:
+    found = json.loads((ROOT / "benchmarks/results.json").read_text())["results"]["bench_kv.py"]
+    assert f"{found['store_vs_stock']:.1f} and {found['retrieve_vs_stock']:.1f} times as fast" in README
 
 
 @pytest.mark.model
