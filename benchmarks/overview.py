@@ -48,7 +48,7 @@ def panels(quality: Mapping[str, Any], headline: Mapping[str, Any]) -> list[Pane
         Panel("the same next token", "%", 100.0, 100 * same),
         Panel("KV of a request", "MB", baseline["kv_bytes_per_request"] / 1e6, edited["kv_bytes_per_request"] / 1e6),
         Panel(
-            "decoded, all requests together, edits included",
+            "decode of all requests, edits included",
             "tokens/s",
             baseline["output_tput"],
             edited["output_tput_with_edit"],

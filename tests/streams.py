@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,9 +24,19 @@ class Setup:
     def __init__(self, cache: EmbeddedCache, ctx: Any, engine: CountingEngine) -> None:
         self.cache, self.ctx, self.engine = cache, ctx, engine
 
-    def stream(self, prompt: int | list[int], **options: Any) -> AsyncLMCacheStream:
+    def stream(self, prompt: int | list[int], engine: Any = None, **options: Any) -> AsyncLMCacheStream:
         ids = list(range(prompt)) if isinstance(prompt, int) else prompt
-        return AsyncLMCacheStream(self.ctx, self.engine, ids, **options)
+        return AsyncLMCacheStream(self.ctx, engine or self.engine, ids, **options)
+
+
+class Exchangeable:
+    """An engine in whose place another one can be put under a stream."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+
+    def __call__(self, ids: list[int], params: Mapping[str, Any], salt: str, /) -> Any:
+        return self.engine(ids, params, salt)
 
 
 def make_url(chunk_size: int = CHUNK, max_bytes: str = "64MiB") -> str:

@@ -18,7 +18,7 @@ from lmcache_stream.stream import AsyncLMCacheStream
 from lmcache_stream.types import Completion, TokenEvent, Usage
 
 from .engines import MODEL, AsyncCountingEngine, CountingEngine, kv_of
-from .streams import PREFILL, Setup, drop_every_other, keep, make_url, opened
+from .streams import PREFILL, Exchangeable, Setup, drop_every_other, keep, make_url, opened
 
 
 async def test_every_edit_gets_a_salt_of_its_own_from_the_callers(one: Setup) -> None:
@@ -81,10 +81,11 @@ async def test_an_edit_evicted_between_lookup_and_prefill_is_noticed(one: Setup)
         one.cache.clear()
         return CountingEngine.__call__(one.engine, ids, params, salt)
 
-    stream = one.stream(18)
+    engine = Exchangeable(one.engine)
+    stream = one.stream(18, engine)
     await stream.generate(PREFILL)
     await stream.modify_kv(drop_every_other)
-    stream._post_completion = evicting
+    engine.engine = evicting
     with pytest.raises(EditNotUsed) as caught:
         await stream.generate({"max_tokens": 2})
     assert (caught.value.stored, caught.value.used, caught.value.arrived) == (8, 0, 2)
@@ -108,10 +109,11 @@ async def test_an_engine_that_takes_a_part_of_the_edit_is_noticed(one: Setup) ->
         yield TokenEvent(5)
         yield Completion("length", usage=Usage(len(ids), 1, 4))
 
-    stream = one.stream(18)
+    engine = Exchangeable(one.engine)
+    stream = one.stream(18, engine)
     await stream.generate(PREFILL)
     await stream.modify_kv(drop_every_other)
-    stream._post_completion = partly
+    engine.engine = partly
     with pytest.raises(EditNotUsed) as caught:
         await stream.generate({"max_tokens": 1})
     assert (caught.value.stored, caught.value.used, caught.value.arrived) == (8, 4, 1)
@@ -131,10 +133,11 @@ async def test_an_edit_evicted_during_a_request_without_a_verdict_is_noticed_by_
             raise RuntimeError("engine fell over")
         yield TokenEvent(6)
 
-    stream = one.stream(18)
+    engine = Exchangeable(one.engine)
+    stream = one.stream(18, engine)
     await stream.generate(PREFILL)
     await stream.modify_kv(lambda kv, tokens: (-kv[:, :, ::2] - 1, tokens[::2]))
-    stream._post_completion = evicting
+    engine.engine = evicting
     if ending == "left":
         async with aclosing(stream.events({"max_tokens": 2})) as events:
             await anext(events)
@@ -144,7 +147,7 @@ async def test_an_edit_evicted_during_a_request_without_a_verdict_is_noticed_by_
     else:
         await stream.generate({"max_tokens": 2})
     assert await one.ctx.lookup(stream.tokens[:8], stream.cache_salt) == 8
-    stream._post_completion = one.engine
+    engine.engine = one.engine
     for _ in range(2):
         with pytest.raises(EditNotUsed, match="0 of the edit's 8"):
             await stream.generate({"max_tokens": 1})
