@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import torch
@@ -43,20 +44,25 @@ def make_url(chunk_size: int = CHUNK, max_bytes: str = "64MiB") -> str:
     return f"memory://{uuid.uuid4().hex}?chunk_size={chunk_size}&max_bytes={max_bytes}"
 
 
-class opened:
-    def __init__(self, engine: type[CountingEngine], url: str | None = None, **options: Any) -> None:
-        self._engine, self._url, self._options = engine, url or make_url(), options
+@contextmanager
+def embedded_cache(url: str | None = None) -> Iterator[tuple[EmbeddedCache, str]]:
+    """A cache that serves `MODEL`, and where it is."""
+    url = url or make_url()
+    cache = EmbeddedCache.open(url)
+    cache.register_model(MODEL, GEOMETRY)
+    try:
+        yield cache, url
+    finally:
+        cache.unregister_model(MODEL)
+        cache.close()
 
-    async def __aenter__(self) -> Setup:
-        self._cache = EmbeddedCache.open(self._url)
-        self._cache.register_model(MODEL, GEOMETRY)
-        self._ctx = await aconnect(self._url)
-        return Setup(self._cache, self._ctx, self._engine(self._cache, **self._options))
 
-    async def __aexit__(self, *_: object) -> None:
-        await self._ctx.close()
-        self._cache.unregister_model(MODEL)
-        self._cache.close()
+@asynccontextmanager
+async def opened(engine: type[CountingEngine], url: str | None = None, **options: Any) -> AsyncIterator[Setup]:
+    """A cache, a context on it, and an engine of that kind."""
+    with embedded_cache(url) as (cache, there):
+        async with aconnect(there) as ctx:
+            yield Setup(cache, ctx, engine(cache, **options))
 
 
 def drop_every_other(kv: torch.Tensor, tokens: list[int]) -> tuple[torch.Tensor, list[int]]:

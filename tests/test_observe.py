@@ -194,6 +194,15 @@ async def test_metrics(setup: Setup, observed: Observed) -> None:
     assert observed.points("lmcache_stream.transfer.duration")
 
 
+async def test_fetching_and_storing_by_hand(setup: Setup, observed: Observed) -> None:
+    stream = setup.stream()
+    await stream.generate({"max_tokens": 1})
+    kv = await stream.retrieve_kv()
+    await stream.update_kv(kv, stream.tokens[: kv.shape[2]])
+    for name in ("retrieve_kv", "update_kv"):
+        assert dict(observed.one(name).attributes or {}) == {"lmcache_stream.stream_id": stream.stream_id()}
+
+
 @pytest.mark.parametrize("tokens", [3, 300])
 async def test_there_is_no_span_for_a_token(setup: Setup, observed: Observed, tokens: int) -> None:
     await setup.stream().generate({"max_tokens": tokens})

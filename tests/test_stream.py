@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from typing import Any
 
 import pytest
@@ -18,10 +18,11 @@ from lmcache_stream.errors import LMCacheStreamError, StreamTimeout, UsageError
 from lmcache_stream.kvcache import connect
 from lmcache_stream.kvcache.memory import EmbeddedCache
 from lmcache_stream.stream import AsyncLMCacheStream, LMCacheStream, create_request, generate, get, update
+from lmcache_stream.stream_kv import Coverage
 from lmcache_stream.types import Completion, TokenEvent, Usage
 
 from .engines import GEOMETRY, MODEL, AsyncCountingEngine, CountingEngine, kv_of
-from .streams import CHUNK, PREFILL, Setup, drop_every_other, keep, make_url, opened
+from .streams import CHUNK, PREFILL, Setup, drop_every_other, embedded_cache, keep, make_url, opened
 
 # The documented flow
 
@@ -220,21 +221,66 @@ async def test_events_left_behind_that_do_not_close_are_a_timeout_that_says_so(
     assert (await stream.fork()).output_tokens() == [7]
 
 
+OPERATIONS: dict[str, Callable[[AsyncLMCacheStream], Awaitable[Any]]] = {
+    "generate": lambda stream: stream.generate(PREFILL),
+    "retrieve_kv": lambda stream: stream.retrieve_kv(),
+    "modify_kv": lambda stream: stream.modify_kv(keep),
+    "update_kv": lambda stream: stream.update_kv(kv_of(list(range(4))), range(4)),
+    "fork": lambda stream: stream.fork(),
+}
+
+
 async def test_one_operation_at_a_time(one: Setup) -> None:
     stream = one.stream(10)
     async with aclosing(stream.events({"max_tokens": 30})) as events:
         await anext(events)
-        for operation in (
-            stream.generate(PREFILL),
-            stream.retrieve_kv(),
-            stream.modify_kv(keep),
-            stream.update_kv(kv_of([1]), [1]),
-            stream.fork(),
-        ):
-            with pytest.raises(UsageError, match="events is under way"):
-                await operation
+        for name, operation in OPERATIONS.items():
+            with pytest.raises(UsageError, match=f"{name} while events is under way"):
+                await operation(stream)
         await anext(events)
     assert len(one.engine.sent) == 1
+
+
+@pytest.mark.parametrize("name", [name for name in OPERATIONS if name != "fork"])
+async def test_what_is_under_way_is_named(one: Setup, name: str) -> None:
+    stream = one.stream(10)
+    await stream.generate(PREFILL)
+    running = asyncio.ensure_future(OPERATIONS[name](stream))
+    await asyncio.sleep(0)
+    with pytest.raises(UsageError, match=f"fork while {name} is under way"):
+        await stream.fork()
+    await running
+
+
+async def test_options_and_their_defaults_reach_what_does_the_work(one: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = one.stream(10)
+    asked: list[Any] = []
+
+    async def retrieve(coverage: Coverage) -> torch.Tensor:
+        asked.append(coverage)
+        return kv_of([1])
+
+    async def modify(_: Any, coverage: Coverage) -> None:
+        asked.append(coverage)
+
+    async def update(_kv: torch.Tensor, _tokens: list[int], *, timeout: float | None) -> None:
+        asked.append(timeout)
+
+    monkeypatch.setattr(stream._kv, "retrieve", retrieve)
+    monkeypatch.setattr(stream._kv, "modify", modify)
+    monkeypatch.setattr(stream._kv, "update", update)
+    options: dict[str, Any] = {"timeout": 1, "poll_interval": 2, "allow_partial": True}
+    await stream.retrieve_kv()
+    await stream.retrieve_kv(**options)
+    await stream.retrieve_kv(1, 2, decode_saved=True)
+    await stream.modify_kv(keep)
+    await stream.modify_kv(keep, **options)
+    await stream.modify_kv(keep, timeout=1, poll_interval=2, decode_saved=True)
+    covered = [Coverage(30, 0.2), Coverage(1, 2, allow_partial=True), Coverage(1, 2, decode_saved=True)]
+    assert asked == covered * 2
+    await stream.update_kv(kv_of([1]), [1])
+    await stream.update_kv(kv_of([1]), [1], timeout=3)
+    assert asked[-2:] == [None, 3]
 
 
 async def test_a_fork_goes_its_own_way(one: Setup) -> None:
@@ -260,6 +306,41 @@ async def test_a_fork_keeps_the_options(one: Setup) -> None:
     assert fork.cache_salt == ""
     one.cache.clear()
     assert (await fork.generate({"max_tokens": 1})).edit_shortfall == 8
+
+
+async def test_a_fork_keeps_the_callers_salt_and_what_an_edit_left(one: Setup) -> None:
+    stream = one.stream(18, cache_salt="mine")
+    await stream.generate(PREFILL)
+    await stream.modify_kv(lambda kv, _: (kv[:, :, :0], []))
+    fork = await stream.fork()
+    assert (fork.tokens, fork.suffix_tokens()) == ([], [16, 17, 1000])
+    assert fork.cache_salt == stream.cache_salt
+    await fork.generate({"max_tokens": 6})
+    await fork.generate(PREFILL)
+    await fork.modify_kv(drop_every_other)
+    assert fork.cache_salt.startswith("mine~")
+    assert fork.cache_salt != stream.cache_salt
+
+
+async def test_only_a_shared_edit_is_read_back_before_a_request(one: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    retrieve = one.ctx.retrieve
+
+    async def counting(tokens: list[int], *args: Any, **options: Any) -> Any:
+        read.append(len(tokens))
+        return await retrieve(tokens, *args, **options)
+
+    monkeypatch.setattr(one.ctx, "retrieve", counting)
+    stream = one.stream(18)
+    await stream.generate(PREFILL)
+    await stream.fork()
+    await stream.modify_kv(drop_every_other)
+    assert read == [19]
+    await stream.generate(PREFILL)
+    assert read == [19]
+    await stream.fork()
+    await stream.generate(PREFILL)
+    assert read == [19, 8]
 
 
 async def test_the_callers_things_are_not_touched(one: Setup) -> None:
@@ -498,11 +579,7 @@ async def follow(prompt: int, chunk: int, steps: list[tuple[Any, ...]]) -> None:
 
 
 def test_the_documented_sync_flow() -> None:
-    url = make_url()
-    cache = EmbeddedCache.open(url)
-    cache.register_model(MODEL, GEOMETRY)
-    ctx = connect(url)
-    try:
+    with embedded_cache() as (cache, url), closing(connect(url)) as ctx:
         engine = CountingEngine(cache)
         stream = create_request(ctx, engine, list(range(18)))
         generate(stream, PREFILL)
@@ -522,46 +599,113 @@ def test_the_documented_sync_flow() -> None:
         assert not stream.done
         with pytest.raises(TypeError, match="LMCacheStream takes one from connect"):
             AsyncLMCacheStream(ctx, engine, [1])  # type: ignore[arg-type]
-    finally:
-        ctx.close()
-        cache.unregister_model(MODEL)
-        cache.close()
+
+
+class Recorder:
+    """Takes the place of a stream's async twin and keeps what it is asked."""
+
+    def __init__(self, twin: AsyncLMCacheStream) -> None:
+        self.twin = twin
+        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        async def operation(*args: Any, **options: Any) -> AsyncLMCacheStream:
+            self.calls.append((name, args, options))
+            return self.twin
+
+        async def events(*args: Any, **options: Any) -> AsyncIterator[TokenEvent]:
+            self.calls.append((name, args, options))
+            yield TokenEvent(7, "a")
+
+        return events if name == "events" else operation
+
+
+NO_EDITS: dict[str, Any] = {"edit_every": None, "editor": None, "timeout": None}
+EDITS: dict[str, Any] = {"edit_every": 3, "editor": keep, "timeout": 4}
+ONCE_COVERED: dict[str, Any] = {"allow_partial": False, "decode_saved": False}
+HANDED_ON: dict[str, tuple[Callable[[LMCacheStream], Any], tuple[str, tuple[Any, ...], dict[str, Any]]]] = {
+    "generate": (lambda stream: stream.generate(PREFILL), ("generate", (PREFILL, ()), NO_EDITS)),
+    "generate with all": (
+        lambda stream: stream.generate(PREFILL, [5], **EDITS),
+        ("generate", (PREFILL, [5]), EDITS),
+    ),
+    "events": (lambda stream: list(stream.events(PREFILL)), ("events", (PREFILL, ()), NO_EDITS)),
+    "events with all": (
+        lambda stream: list(stream.events(PREFILL, [5], **EDITS)),
+        ("events", (PREFILL, [5]), EDITS),
+    ),
+    "retrieve_kv": (lambda stream: stream.retrieve_kv(), ("retrieve_kv", (30, 0.2), ONCE_COVERED)),
+    "retrieve_kv with all": (
+        lambda stream: stream.retrieve_kv(1, 2, allow_partial=True, decode_saved=True),
+        ("retrieve_kv", (1, 2), {"allow_partial": True, "decode_saved": True}),
+    ),
+    "update_kv": (lambda stream: stream.update_kv("kv", [1]), ("update_kv", ("kv", [1]), {"timeout": None})),  # type: ignore[arg-type]
+    "update_kv with all": (
+        lambda stream: stream.update_kv("kv", [1], timeout=4),  # type: ignore[arg-type]
+        ("update_kv", ("kv", [1]), {"timeout": 4}),
+    ),
+    "modify_kv": (
+        lambda stream: stream.modify_kv(keep),
+        ("modify_kv", (keep,), {"timeout": 30, "poll_interval": 0.2, **ONCE_COVERED}),
+    ),
+    "modify_kv with all": (
+        lambda stream: stream.modify_kv(keep, timeout=1, poll_interval=2, allow_partial=True, decode_saved=True),
+        ("modify_kv", (keep,), {"timeout": 1, "poll_interval": 2, "allow_partial": True, "decode_saved": True}),
+    ),
+    "fork": (lambda stream: stream.fork(), ("fork", (), {"timeout": None})),
+    "fork with all": (lambda stream: stream.fork(timeout=4), ("fork", (), {"timeout": 4})),
+    "the function generate": (
+        lambda stream: generate(stream, PREFILL, [5]),
+        ("generate", (PREFILL, [5]), NO_EDITS),
+    ),
+    "the function get": (lambda stream: get(stream), ("retrieve_kv", (30, 0.2), ONCE_COVERED)),
+    "the function get with all": (lambda stream: get(stream, 1, 2), ("retrieve_kv", (1, 2), ONCE_COVERED)),
+    "the function update": (
+        lambda stream: update(stream, "kv", [1]),  # type: ignore[arg-type]
+        ("update_kv", ("kv", [1]), {"timeout": None}),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HANDED_ON)
+def test_the_sync_face_hands_on_what_it_is_given(case: str) -> None:
+    call, handed_on = HANDED_ON[case]
+    with embedded_cache() as (cache, url), connect(url) as ctx:
+        stream = create_request(ctx, CountingEngine(cache), [1, 2])
+        recorder = Recorder(stream.async_stream)
+        stream._async_stream = recorder  # type: ignore[assignment]
+        call(stream)
+        assert recorder.calls == [handed_on]
+
+
+def test_create_request_passes_the_callers_salt_on() -> None:
+    with embedded_cache() as (cache, url), connect(url) as ctx:
+        assert create_request(ctx, CountingEngine(cache), [1]).cache_salt == ""
+        assert create_request(ctx, CountingEngine(cache), [1], "mine").cache_salt == "mine"
+        stream = LMCacheStream(ctx, CountingEngine(cache), [1], salt_edits=False, on_shortfall="report")
+        assert (stream.async_stream._salt_edits, stream.async_stream._on_shortfall) == (False, "report")
 
 
 def test_a_sync_fn_may_use_the_sync_face_itself() -> None:
-    url = make_url()
-    cache = EmbeddedCache.open(url)
-    cache.register_model(MODEL, GEOMETRY)
-    try:
-        with connect(url) as ctx:
-            stream = LMCacheStream(ctx, CountingEngine(cache), list(range(16)))
-            stream.generate(PREFILL)
+    with embedded_cache() as (cache, url), connect(url) as ctx:
+        stream = LMCacheStream(ctx, CountingEngine(cache), list(range(16)))
+        stream.generate(PREFILL)
 
-            def fn(kv: torch.Tensor, tokens: list[int]) -> tuple[torch.Tensor, list[int]]:
-                assert ctx.lookup(tokens) == 16
-                return kv, tokens
+        def fn(kv: torch.Tensor, tokens: list[int]) -> tuple[torch.Tensor, list[int]]:
+            assert ctx.lookup(tokens) == 16
+            return kv, tokens
 
-            stream.modify_kv(fn)
-    finally:
-        cache.unregister_model(MODEL)
-        cache.close()
+        stream.modify_kv(fn)
 
 
 def test_leaving_sync_events_early_keeps_what_arrived() -> None:
-    url = make_url()
-    cache = EmbeddedCache.open(url)
-    cache.register_model(MODEL, GEOMETRY)
-    try:
-        with connect(url) as ctx:
-            engine = CountingEngine(cache)
-            stream = LMCacheStream(ctx, engine, list(range(10)))
-            for event in stream.events({"max_tokens": 30}):
-                assert event.token_id == 1000
-                break
-            arrived = stream.output_tokens()
-            assert arrived == list(range(1000, 1000 + len(arrived)))
-            stream.generate({"max_tokens": 1})
-            assert engine.sent[-1][0] == [*range(10), *arrived]
-    finally:
-        cache.unregister_model(MODEL)
-        cache.close()
+    with embedded_cache() as (cache, url), connect(url) as ctx:
+        engine = CountingEngine(cache)
+        stream = LMCacheStream(ctx, engine, list(range(10)))
+        for event in stream.events({"max_tokens": 30}):
+            assert event.token_id == 1000
+            break
+        arrived = stream.output_tokens()
+        assert arrived == list(range(1000, 1000 + len(arrived)))
+        stream.generate({"max_tokens": 1})
+        assert engine.sent[-1][0] == [*range(10), *arrived]
