@@ -257,6 +257,26 @@ async def test_a_failure_while_editing_keeps_what_arrived(one: Setup) -> None:
     assert stream.output_tokens() == list(range(1000, 1009))
 
 
+async def test_an_edit_that_the_cache_refuses_midway_says_what_arrived(one: Setup) -> None:
+    stream = one.stream(18, salt_edits=False)
+    with pytest.raises(StoreError, match="keeps what it has") as caught:
+        await stream.generate({"max_tokens": 9}, [70], edit_every=4, editor=lambda kv, tokens: (kv + 1, tokens))
+    assert (caught.value.arrived, caught.value.suffix_consumed) == (4, True)
+    assert stream.tokens == [*range(18), 70, 1000, 1001, 1002, 1003]
+
+
+async def test_a_callers_mistake_after_the_first_token_keeps_what_arrived(one: Setup) -> None:
+    def mistaken(_ids: list[int], _params: Any, _salt: str) -> Iterator[TokenEvent]:
+        yield TokenEvent(5)
+        raise UsageError("mine")
+
+    stream = one.stream(2, mistaken)
+    with pytest.raises(LMCacheStreamError, match="failed after 1 tokens: mine") as caught:
+        await stream.generate({"max_tokens": 3})
+    assert isinstance(caught.value.__cause__, UsageError)
+    assert (caught.value.arrived, caught.value.suffix_consumed) == (1, True)
+
+
 async def test_a_prompt_under_one_chunk_is_not_edited_before_it_fills_one(one: Setup) -> None:
     stream = one.stream(2)
     await stream.generate({"max_tokens": 5}, edit_every=1, editor=keep)

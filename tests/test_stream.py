@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, closing
@@ -365,6 +366,12 @@ async def test_arguments_that_cannot_be_right_are_refused_before_anything_is_sen
         await stream.generate(params, suffix)
     assert one.engine.sent == []
     await stream.generate(PREFILL)
+
+
+async def test_a_stream_tells_what_it_was_made_of(one: Setup) -> None:
+    stream = one.stream([3, 4])
+    assert (stream.ctx, stream.post_completion, stream.tokens) == (one.ctx, one.engine, [3, 4])
+    assert uuid.UUID(stream.stream_id()).version == 4
 
 
 async def test_a_stream_needs_a_prompt_and_the_right_face(one: Setup) -> None:

@@ -3,21 +3,24 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import aclosing
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
+from lmcache_stream.editors.base import Edit, EditInput, Editor
 from lmcache_stream.errors import (
+    CacheError,
     CoverageTimeout,
     EditNotUsed,
     LMCacheStreamError,
     StoreError,
+    UsageError,
 )
 from lmcache_stream.stream import AsyncLMCacheStream
-from lmcache_stream.types import Completion, TokenEvent, Usage
+from lmcache_stream.types import CacheKind, Completion, TokenEvent, Usage
 
-from .engines import MODEL, AsyncCountingEngine, CountingEngine, kv_of
+from .engines import HEAD_DIM, HEADS, LAYERS, MODEL, AsyncCountingEngine, CountingEngine, kv_of
 from .streams import PREFILL, Exchangeable, Setup, drop_every_other, keep, make_url, opened
 
 
@@ -253,6 +256,8 @@ async def test_a_timeout_says_what_was_seen_and_wanted(one: Setup) -> None:
         await stream.modify_kv(keep, timeout=0.01)
     assert (caught.value.seen, caught.value.wanted) == (8, 16)
     assert isinstance(caught.value, TimeoutError)
+    with pytest.raises(CoverageTimeout, match="after 0 s the cache covers 8 of 16"):
+        await stream.modify_kv(keep, timeout=0)
     receipt = await stream.modify_kv(keep, timeout=0, allow_partial=True)
     assert receipt.tokens_before == 8
     assert stream.suffix_tokens() == [*range(8, 18), 1000]
@@ -320,3 +325,95 @@ async def test_what_took_the_place_of_a_lost_edit_is_not_edited(on_shortfall: An
             with pytest.raises(EditNotUsed, match="evicted"):
                 await attempt()
         assert (stream.tokens, stream.cache_salt) == before
+
+
+class AskingForQueries(Editor):
+    """Keeps a half, and what it was given."""
+
+    name = "asking"
+    needs = frozenset({"queries"})
+    seen: ClassVar[list[torch.Tensor | None]] = []
+
+    def edit(self, x: EditInput) -> Edit:
+        self.seen.append(x.queries)
+        return Edit(kv=x.kv[:, :, ::2], tokens=x.tokens[::2], kept_positions=None)
+
+
+async def test_an_editor_is_given_the_queries_it_needs(one: Setup) -> None:
+    stream = one.stream(18)
+    await stream.generate(PREFILL)
+    queries = torch.randn(1, LAYERS, 16, 2 * HEADS * HEAD_DIM)
+    await one.ctx.put(queries, range(16), kind=CacheKind.QUERY)
+    AskingForQueries.seen.clear()
+    assert (await stream.modify_kv(AskingForQueries())).tokens_after == 8
+    [seen] = AskingForQueries.seen
+    assert seen is not None
+    assert torch.equal(seen, queries)
+
+
+async def test_an_editor_that_needs_queries_is_refused_before_anything_is_fetched(
+    one: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def retrieve(*_: Any, **__: Any) -> None:
+        raise AssertionError("it fetched")
+
+    stream = one.stream(18)
+    await stream.generate(PREFILL)
+    monkeypatch.setattr(one.ctx, "retrieve", retrieve)
+    with pytest.raises(UsageError, match=r"the cache holds none: serve with queries offloaded"):
+        await stream.modify_kv(AskingForQueries())
+    assert stream.cache_salt == ""
+
+
+@pytest.mark.parametrize("fn", [5, AskingForQueries])
+async def test_what_cannot_edit_is_refused(one: Setup, fn: Any) -> None:
+    stream = one.stream(18)
+    await stream.generate(PREFILL)
+    with pytest.raises(UsageError, match=r"modify_kv takes an Editor, such as StreamingLLM\(keep=0.5\), or a function"):
+        await stream.modify_kv(fn)
+
+
+@pytest.mark.parametrize(
+    ("call", "doing"), [("retrieve", "retrieving KV"), ("put", "storing the edit"), ("lookup", "looking up the edit")]
+)
+async def test_a_failure_of_the_cache_says_what_was_being_done(
+    one: Setup, call: str, doing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def failing(*_: Any, **__: Any) -> None:
+        raise CacheError("fell over")
+
+    stream = one.stream(18)
+    await stream.generate(PREFILL)
+    await stream.modify_kv(drop_every_other)
+    monkeypatch.setattr(one.ctx, call, failing)
+    with pytest.raises(LMCacheStreamError, match=f"stream {stream.stream_id()}: {doing}: fell over") as caught:
+        await (stream.generate(PREFILL) if call == "lookup" else stream.modify_kv(drop_every_other))
+    assert isinstance(caught.value.__cause__, CacheError)
+
+
+async def test_a_shared_edit_of_which_one_chunk_was_evicted_is_noticed(one: Setup) -> None:
+    stream = one.stream(18)
+    await stream.generate(PREFILL)
+    await stream.modify_kv(drop_every_other)
+    kept = one.cache.longest_prefix(MODEL, stream.tokens, stream.cache_salt)
+    await stream.fork()
+    one.cache.clear()
+    one.cache.put(MODEL, stream.tokens[:4], kept[:1], stream.cache_salt)
+    with pytest.raises(EditNotUsed, match="4 of the edit's 8"):
+        await stream.generate({"max_tokens": 2})
+
+
+async def test_an_edit_left_as_it_was_by_an_editor_stores_nothing(one: Setup) -> None:
+    class Keeping(Editor):
+        name = "keeping"
+
+        def edit(self, x: EditInput) -> Edit:
+            return Edit(kv=x.kv, tokens=x.tokens, kept_positions=None)
+
+    stream = one.stream(18)
+    await stream.generate(PREFILL)
+    receipt = await stream.modify_kv(Keeping())
+    assert (receipt.stored, receipt.salt, receipt.tokens_before, receipt.tokens_after) == (False, "", 16, 16)
+    assert receipt.bytes_moved == kv_of(list(range(16))).nbytes
+    assert stream.last_receipt is receipt
+    assert stream.tokens == [*range(18), 1000]
