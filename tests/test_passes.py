@@ -257,6 +257,15 @@ async def test_a_failure_while_editing_keeps_what_arrived(one: Setup) -> None:
     assert stream.output_tokens() == list(range(1000, 1009))
 
 
+async def test_a_failure_without_words_is_named(one: Setup) -> None:
+    def falls(_ids: list[int], _params: Any, _salt: str) -> Iterator[TokenEvent]:
+        yield TokenEvent(5)
+        raise ConnectionResetError
+
+    with pytest.raises(LMCacheStreamError, match=r"failed after 1 tokens: ConnectionResetError\(\)$"):
+        await one.stream(2, falls).generate({"max_tokens": 3})
+
+
 async def test_an_edit_that_the_cache_refuses_midway_says_what_arrived(one: Setup) -> None:
     stream = one.stream(18, salt_edits=False)
     with pytest.raises(StoreError, match="keeps what it has") as caught:

@@ -17,6 +17,7 @@ from lmcache_stream.errors import (
     StoreError,
     UsageError,
 )
+from lmcache_stream.kvcache.context import StoreOutcome
 from lmcache_stream.stream import AsyncLMCacheStream
 from lmcache_stream.types import CacheKind, Completion, TokenEvent, Usage
 
@@ -187,8 +188,11 @@ async def test_an_engine_that_does_not_say_what_it_took_is_warned_of(
         assert len(caplog.records) <= 1
         await stream.modify_kv(drop_every_other)
         await stream.generate({"max_tokens": 1})
-    assert len(caplog.records) == 1
-    assert "--enable-prompt-tokens-details" in caplog.text
+    assert [record.getMessage() for record in caplog.records] == [
+        "the engine, or post_completion, does not say how many prompt tokens came from the cache, so nothing shows at "
+        "once that an edit was decoded from: start vLLM with --enable-prompt-tokens-details, and let post_completion "
+        "end with a Completion that has its usage"
+    ]
 
 
 async def test_chunks_evicted_between_waiting_and_retrieving_are_waited_for_again(
@@ -417,3 +421,19 @@ async def test_an_edit_left_as_it_was_by_an_editor_stores_nothing(one: Setup) ->
     assert receipt.bytes_moved == kv_of(list(range(16))).nbytes
     assert stream.last_receipt is receipt
     assert stream.tokens == [*range(18), 1000]
+
+
+async def test_a_refused_store_says_why_and_what_to_do(one: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def put(*_: Any, **__: Any) -> StoreOutcome:
+        return StoreOutcome(4, taken=1, kept=2, missing=1)
+
+    stream = one.stream(32)
+    await stream.generate(PREFILL)
+    monkeypatch.setattr(one.ctx, "put", put)
+    with pytest.raises(StoreError) as caught:
+        await stream.modify_kv(drop_every_other)
+    assert str(caught.value) == (
+        f"stream {stream.stream_id()}: of 4 chunks of the edit, 2 are cached under these ids already and the cache "
+        "keeps what it has (leave salt_edits on: an edit needs a cache_salt of its own), and for 1 it has no room (give it "
+        "more, or edit fewer streams at once)"
+    )

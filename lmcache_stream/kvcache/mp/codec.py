@@ -210,13 +210,12 @@ CODECS: Mapping[str, type[Codec]] = {codec.name: codec for codec in (Split, Fuse
 
 def format_kind(engine_kv_format: str) -> str | None:
     """Tell how a format of LMCache's `EngineKVFormat` holds K and V: "split", "fused", "mla"; None: not supported."""
-    levels = engine_kv_format.split("_X_")
-    labels = levels[-1].split("_")
-    if {"BSV", "BSS"} & set(labels) or labels[-1] not in ("HS", "CS"):
-        return None
+    labels = engine_kv_format.split("_")
     if labels[-1] == "CS" or labels[-2:] == ["TWO", "HS"]:
         return "fused"
-    if "TWO" in labels or "TWO" in levels:
+    if labels[-1] != "HS":
+        return None
+    if "TWO" in labels:
         return "split"
     return "mla" if "NH" not in labels else None
 
