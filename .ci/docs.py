@@ -25,6 +25,7 @@ INTERNAL = {
     "console",
     "face",
     "journal",
+    "model_config",
     "portal",
     "rounds",
     "state",

@@ -136,13 +136,11 @@ TRAPS: dict[str, tuple[str, ...]] = {
         "test_stream.py::test_an_edit_of_odd_length_leaves_its_rest_in_front_of_the_tail",
         "editors/test_base.py::test_budgets_are_whole_chunks",
     ),
-    "keys rotated again in their own precision": (
-        "test_rotary.py::TestRerotate::test_rounds_once_to_the_dtype_of_the_keys",
-    ),
+    "keys rotated again in their own precision": ("rotary/test_turning.py::test_rounds_once_to_the_dtype_of_the_keys",),
     "partial, scaled and interleaved rotations": (
-        "test_rotary.py::TestAgainstModels::test_moved_keys_equal_freshly_rotated_ones",
-        "test_rotary.py::TestAgainstModels::test_interleaved_models_rotate_neighbours",
-        "test_rotary.py::TestFrequencies::test_scaled_frequencies_equal_those_of_transformers",
+        "rotary/test_against_models.py::test_moved_keys_equal_freshly_rotated_ones",
+        "rotary/test_against_models.py::test_interleaved_models_rotate_neighbours",
+        "rotary/test_frequencies.py::test_scaled_frequencies_equal_those_of_transformers",
     ),
     "queries that cover less than the KV": (
         "editors/test_editors.py::test_queries_are_asked_for_by_name_and_with_the_remedy",
@@ -240,18 +238,16 @@ TRAPS: dict[str, tuple[str, ...]] = {
         "bench/test_serve.py::TestEditedRuns::test_edits_while_decoding_generate_what_a_stream_by_itself_does",
     ),
     # Rotary positions
-    "dynamic NTK, where model and engine differ": (
-        "test_rotary.py::TestFrequencies::test_dynamic_ntk_needs_its_engine",
-    ),
+    "dynamic NTK, where model and engine differ": ("rotary/test_frequencies.py::test_dynamic_ntk_needs_its_engine",),
     "an attention factor is applied twice": (
-        "test_rotary.py::TestFrequencies::test_scaled_frequencies_equal_those_of_transformers",
-        "test_rotary.py::TestAgainstModels::test_moved_keys_equal_freshly_rotated_ones",
+        "rotary/test_frequencies.py::test_scaled_frequencies_equal_those_of_transformers",
+        "rotary/test_against_models.py::test_moved_keys_equal_freshly_rotated_ones",
     ),
-    "the two regimes of longrope": ("test_rotary.py::TestFrequencies::test_longrope_takes_the_factors_of_its_regime",),
+    "the two regimes of longrope": ("rotary/test_frequencies.py::test_longrope_takes_the_factors_of_its_regime",),
     "rotary parameters of old and new configurations": (
-        "test_rotary.py::TestFrequencies::test_older_type_key_is_read",
-        "test_rotary.py::TestFrequencies::test_parameters_by_layer_type",
-        "test_rotary.py::TestFrequencies::test_gemma3_reads_alike_from_old_and_new_configurations",
+        "rotary/test_parameters.py::test_older_type_key_is_read",
+        "rotary/test_parameters.py::test_parameters_by_layer_type",
+        "rotary/test_parameters.py::test_gemma3_reads_alike_from_old_and_new_configurations",
     ),
     "a cache that is cropped the wrong way": (
         "test_traps.py::test_no_cache_is_cropped",

@@ -11,10 +11,11 @@ from typing import ClassVar, Literal, get_args
 
 import torch
 
-from lmcache_stream import rotary as rope
 from lmcache_stream.editors.tensors import gather, heads_at_once, of_heads, product_dtype
 from lmcache_stream.errors import UsageError
 from lmcache_stream.geometry import KVGeometry
+from lmcache_stream.rotary import Rotary
+from lmcache_stream.rotary.turning import Rerotation
 
 __all__ = [
     "Aggregate",
@@ -173,7 +174,7 @@ class Editor(abc.ABC):
             )
         return x.geometry
 
-    def _rotary(self, x: EditInput) -> tuple[rope.Rotary | None, ...]:
+    def _rotary(self, x: EditInput) -> tuple[Rotary | None, ...]:
         rotary = x.geometry.rotary if x.geometry is not None else None
         if rotary is None:
             why = x.geometry.rotary_unknown if x.geometry is not None else None
@@ -263,7 +264,7 @@ class TokenDropping(Editor):
         rotary = self._rotary(x) if self.rerotate else None
         self._check_scope(x)
         kept = self.select(self.score(x, budget), protected.to(x.kv.device), budget, x)
-        move = rope.Rerotation(kept, torch.arange(budget, device=kept.device), rotary) if rotary is not None else None
+        move = Rerotation(kept, torch.arange(budget, device=kept.device), rotary) if rotary is not None else None
         turn = (lambda layer, keys: move.turn_(keys[None], layer)) if move is not None else None
         kv = gather(x.kv, kept, spent=x.spent, then=turn)
         return Edit(kv=kv, tokens=_ids(x.tokens, kept), kept_positions=kept, asked=self.keep)
