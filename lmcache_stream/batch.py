@@ -12,7 +12,8 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Final, Generic, Literal, TypeVar
 
 from lmcache_stream import observe, portal
-from lmcache_stream.batch_journal import BatchJournal, Call, JournaledPhase, describe
+from lmcache_stream.batch_entries import describe
+from lmcache_stream.batch_journal import BatchJournal, Call, JournaledPhase
 from lmcache_stream.editors.base import Editor
 from lmcache_stream.errors import LMCacheBatchedStreamError, UsageError
 from lmcache_stream.metrics import (

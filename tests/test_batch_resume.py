@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from lmcache_stream.batch import AsyncBatchedStream, LMCacheBatchedStream
-from lmcache_stream.batch_journal import _Change
+from lmcache_stream.batch_entries import Change
 from lmcache_stream.editors import StreamingLLM
 from lmcache_stream.errors import LMCacheBatchedStreamError, LMCacheStreamError, UsageError
 from lmcache_stream.journal import Journal
@@ -262,7 +262,7 @@ async def test_what_failed_may_be_tried_with_other_parameters(
 
 
 def test_all_of_a_streams_state_is_kept() -> None:
-    kept = {*_Change.__struct_fields__, "last_metrics", "last_receipt"} - {"keep", "then"}
+    kept = {*Change.__struct_fields__, "last_metrics", "last_receipt"} - {"keep", "then"}
     derived = {"tokens": "keep", "text_parts": "text", "decoded": "generated", "original_salt": "prompt"}
     assert {derived.get(each.name, each.name) for each in fields(StreamState)} <= kept | {"keep", "prompt"}
 
