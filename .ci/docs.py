@@ -18,8 +18,6 @@ OUT = Path(__file__).parent.parent / "build" / "docs"
 # Rooms that nobody imports from.
 INTERNAL = {
     "addresses",
-    "batch_entries",
-    "batch_journal",
     "callables",
     "catalogue",
     "cli",

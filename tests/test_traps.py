@@ -150,8 +150,8 @@ TRAPS: dict[str, tuple[str, ...]] = {
         "test_main_job.py::test_an_editor_without_the_queries_it_needs_is_refused_before_anything_is_fetched",
     ),
     "all editors at once on one GPU": (
-        "test_batch.py::test_phases_are_bounded_as_documented",
-        "test_batch.py::test_decoding_with_edits_edits_every_stream_but_few_at_once",
+        "batch/test_phases.py::test_phases_are_bounded_as_documented",
+        "batch/test_phases.py::test_decoding_with_edits_edits_every_stream_but_few_at_once",
     ),
     # The cache server
     "a handler that fails answers nothing": (
@@ -221,11 +221,11 @@ TRAPS: dict[str, tuple[str, ...]] = {
     ),
     # Batches and reports
     "one failing stream takes everybody's results away": (
-        "test_batch.py::test_what_succeeded_keeps_its_metrics",
-        "test_batch.py::test_failures_can_be_collected",
+        "batch/test_phases.py::test_what_succeeded_keeps_its_metrics",
+        "batch/test_phases.py::test_failures_can_be_collected",
     ),
-    "a subset counts the whole batch": ("test_batch.py::test_a_subset_is_counted_and_run_alone",),
-    "a bad format is noticed after the work": ("test_batch.py::test_a_bad_format_is_refused_before_any_work",),
+    "a subset counts the whole batch": ("batch/test_phases.py::test_a_subset_is_counted_and_run_alone",),
+    "a bad format is noticed after the work": ("batch/test_phases.py::test_a_bad_format_is_refused_before_any_work",),
     "time to the first token and per token are missing": (
         "test_metrics.py::TestPhases::test_prefill",
         "test_metrics.py::TestPhases::test_decode",
@@ -234,7 +234,7 @@ TRAPS: dict[str, tuple[str, ...]] = {
         "bench/test_result.py::TestEditedRuns::test_throughput_with_and_without_edit_time",
     ),
     "a first token sampled apart from the rest": (
-        "test_batch.py::test_the_documented_phases",
+        "batch/test_phases.py::test_the_documented_phases",
         "bench/test_serve.py::TestEditedRuns::test_edits_while_decoding_generate_what_a_stream_by_itself_does",
     ),
     # Rotary positions

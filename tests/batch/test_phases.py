@@ -4,8 +4,7 @@ import asyncio
 import io
 import json
 import threading
-import uuid
-from collections.abc import AsyncIterator, Generator, Iterator, Mapping
+from collections.abc import AsyncIterator, Generator, Mapping
 from typing import Any
 
 import pytest
@@ -19,30 +18,14 @@ from lmcache_stream.errors import (
     StreamTimeout,
     UsageError,
 )
-from lmcache_stream.kvcache import AsyncKVCacheContext, aconnect, connect
+from lmcache_stream.kvcache import AsyncKVCacheContext, connect
 from lmcache_stream.kvcache.memory import EmbeddedCache
 from lmcache_stream.progress import PhaseProgress
 from lmcache_stream.stream import AsyncLMCacheStream, LMCacheStream
 from lmcache_stream.types import Completion, TokenEvent
-
-from .engines import GEOMETRY, MODEL, AsyncCountingEngine, CountingEngine
+from tests.engines import AsyncCountingEngine, CountingEngine
 
 PREFILL: dict[str, Any] = {"temperature": 0}
-
-
-@pytest.fixture
-def cache() -> Iterator[EmbeddedCache]:
-    opened = EmbeddedCache.open(f"memory://{uuid.uuid4().hex}?chunk_size=4")
-    opened.register_model(MODEL, GEOMETRY)
-    yield opened
-    opened.unregister_model(MODEL)
-    opened.close()
-
-
-@pytest.fixture
-async def ctx(cache: EmbeddedCache) -> AsyncIterator[AsyncKVCacheContext]:
-    async with aconnect(f"memory://{cache.name}") as opened:
-        yield opened
 
 
 def fill(batch: AsyncBatchedStream, ctx: AsyncKVCacheContext, engine: CountingEngine, count: int) -> list[str]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 import msgspec
 
-from lmcache_stream.batch_entries import Asked, Done, Member, Run, apply, digest_of, encode_asked, entry_of
+from lmcache_stream.batch.entries import Asked, Done, Member, Run, apply, digest_of, encode_asked, entry_of
 from lmcache_stream.errors import CacheError, LMCacheStreamError, UsageError
 from lmcache_stream.journal import Journal, JournalContent
 from lmcache_stream.state import StreamState, whole_chunks
