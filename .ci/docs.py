@@ -23,6 +23,7 @@ INTERNAL = {
     "cli",
     "console",
     "face",
+    "finishing",
     "journal",
     "model_config",
     "portal",

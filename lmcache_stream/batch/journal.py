@@ -18,6 +18,7 @@ import msgspec
 
 from lmcache_stream.batch.entries import Asked, Done, Member, Run, apply, digest_of, encode_asked, entry_of
 from lmcache_stream.errors import CacheError, LMCacheStreamError, UsageError
+from lmcache_stream.finishing import to_the_end
 from lmcache_stream.journal import Journal, JournalContent
 from lmcache_stream.state import StreamState, whole_chunks
 
@@ -140,11 +141,9 @@ class BatchJournal:
                 yield phase
             finally:
                 syncing.cancel()
-                await _to_the_end(syncing)
+                await to_the_end(asyncio.wait([syncing]))
         finally:
-            letting_go = asyncio.create_task(self._let_go())
-            await _to_the_end(letting_go)
-            letting_go.result()
+            await to_the_end(self._let_go())
         if phase.error is not None:
             raise phase.error
 
@@ -357,23 +356,7 @@ class JournaledPhase:
 
 async def _in_thread(work: Callable[..., T], *args: object) -> T:
     """Do something that blocks, to its end, whatever happens to the caller."""
-    future = asyncio.get_running_loop().run_in_executor(None, work, *args)
-    await _to_the_end(future)
-    return future.result()
-
-
-async def _to_the_end(future: asyncio.Future[Any]) -> None:
-    """Wait until it is done; a cancellation of the caller counts only then."""
-    cancelled: asyncio.CancelledError | None = None
-    while not future.done():
-        try:
-            await asyncio.wait({future})
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        if not future.cancelled():
-            future.exception()
-        raise cancelled
+    return await to_the_end(asyncio.get_running_loop().run_in_executor(None, work, *args))
 
 
 async def _has_kv(stream: AsyncLMCacheStream, edits: bool) -> bool:
