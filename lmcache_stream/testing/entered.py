@@ -1,0 +1,44 @@
+"""What runs from the beginning of a `with` to its end."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+from lmcache_stream import portal
+
+if TYPE_CHECKING:
+    from types import TracebackType
+    from typing import Self
+
+__all__ = ["Entered"]
+
+
+class Entered(ABC):
+    """Runs inside `async with`; inside a plain `with` it runs on the background loop of the synchronous classes."""
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Begins to listen."""
+
+    @abstractmethod
+    async def stop(self) -> None:
+        """Stops listening and ends every connection. A second stop does nothing."""
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    def __enter__(self) -> Self:
+        portal.run(self.start)
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        portal.run(self.stop)
