@@ -52,7 +52,7 @@ async def client(engine: FakeEngine) -> AsyncIterator[CompletionsClient]:
 
 
 def in_use(client: CompletionsClient) -> int:
-    session = client._session
+    session = client._http._session
     return 0 if session is None or session.connector is None else len(session.connector._acquired)
 
 
@@ -385,7 +385,7 @@ async def test_retry_after_is_honoured_within_a_bound(
         pauses.append(delay)
         await sleep(0)
 
-    monkeypatch.setattr("lmcache_stream.completions.client.asyncio.sleep", recorded)
+    monkeypatch.setattr("lmcache_stream.completions.http.asyncio.sleep", recorded)
     for value in ("3", "3600", "Wed, 21 Oct 2065 07:28:00 GMT", "Wed, 21 Oct 2015 07:28:00 GMT", "soon"):
         engine.script(Reply(status=503, body=b"", headers={"retry-after": value}))
         await consume(client)
@@ -475,9 +475,9 @@ async def test_tokens_that_arrived_unread_before_a_break_are_not_lost(
 
 async def connection_lost(client: CompletionsClient) -> None:
     """Returns when the client's transport has seen that the engine is gone."""
-    assert client._session is not None
-    assert client._session.connector is not None
-    [protocol] = client._session.connector._acquired
+    assert client._http._session is not None
+    assert client._http._session.connector is not None
+    [protocol] = client._http._session.connector._acquired
     for _ in range(1000):
         if protocol.transport is None:
             return
@@ -498,7 +498,7 @@ async def test_done_counts_although_the_connection_breaks_after_it(
 async def test_done_counts_although_the_body_does_not_end(
     engine: FakeEngine, client: CompletionsClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lmcache_stream.completions.client._DRAIN_TIMEOUT", 0.01)
+    monkeypatch.setattr("lmcache_stream.completions.reading._DRAIN_TIMEOUT", 0.01)
     engine.script(Reply(tokens=3, end=End.STALL))
     tokens, completion = await consume(client)
     assert tokens == first(3)
@@ -784,7 +784,7 @@ async def test_a_head_without_end_is_refused(engine: FakeEngine, client: Complet
 async def test_an_answer_without_end_is_refused(
     engine: FakeEngine, client: CompletionsClient, reply: Reply, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lmcache_stream.completions.client._ANSWER", 1 << 20)
+    monkeypatch.setattr("lmcache_stream.completions.reading._ANSWER", 1 << 20)
     engine.script(reply, path="/v1/models")
     with pytest.raises(EngineResponseError, match="more than 1048576 bytes"):
         await client.models()
@@ -877,7 +877,7 @@ async def test_a_close_that_takes_too_long_leaves_no_task(engine: FakeEngine, mo
 
     client = CompletionsClient(engine.base_url, model="tiny")
     await consume(client)
-    session = client._session
+    session = client._http._session
     assert session is not None
     before = asyncio.all_tasks()
     with monkeypatch.context() as patched:
