@@ -3,8 +3,8 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 PYTEST_ARGS ?=
-LOWEST_TESTS ?= tests/batch tests/completions tests/editors tests/engine tests/kvcache tests/rotary tests/testing \
-  tests/test_catalogue.py tests/test_main_job.py tests/test_metrics.py tests/test_portal.py \
+LOWEST_TESTS ?= tests/batch tests/completions tests/editors tests/engine tests/kvcache tests/metrics tests/rotary \
+  tests/testing tests/test_catalogue.py tests/test_main_job.py tests/test_portal.py \
   tests/test_stream.py tests/test_stream_http.py tests/test_transfer.py
 
 VENV := .venv

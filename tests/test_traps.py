@@ -227,8 +227,8 @@ TRAPS: dict[str, tuple[str, ...]] = {
     "a subset counts the whole batch": ("batch/test_phases.py::test_a_subset_is_counted_and_run_alone",),
     "a bad format is noticed after the work": ("batch/test_phases.py::test_a_bad_format_is_refused_before_any_work",),
     "time to the first token and per token are missing": (
-        "test_metrics.py::TestPhases::test_prefill",
-        "test_metrics.py::TestPhases::test_decode",
+        "metrics/test_phases.py::test_prefill",
+        "metrics/test_phases.py::test_decode",
     ),
     "throughput that leaves out the time of edits": (
         "bench/test_result.py::TestEditedRuns::test_throughput_with_and_without_edit_time",
