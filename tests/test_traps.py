@@ -50,15 +50,15 @@ TRAPS: dict[str, tuple[str, ...]] = {
     ),
     "HTTP 200 and then an error inside the stream": (
         "completions/test_sse.py::test_error_inside_the_stream_keeps_the_tokens_before_it",
-        "completions/test_client.py::test_error_after_tokens",
+        "completions/test_broken_streams.py::test_error_after_tokens",
         "completions/test_sse_properties.py"
         "::test_garbage_or_an_error_between_events_is_an_error_behind_the_tokens_before_it",
     ),
     "a stream that just stops is taken for its end": (
         "completions/test_sse.py::test_stream_that_just_stops",
         "completions/test_sse_properties.py::test_a_stream_cut_off_anywhere_gives_its_first_tokens_and_an_error",
-        "completions/test_client.py::test_clean_end_of_http_without_an_end_of_the_stream",
-        "completions/test_client.py::test_cut_inside_an_event",
+        "completions/test_broken_streams.py::test_clean_end_of_http_without_an_end_of_the_stream",
+        "completions/test_broken_streams.py::test_cut_inside_an_event",
     ),
     "output tokens contain the prompt, or not all that was generated": (
         "test_stream.py::test_prefill_modify_decode",
@@ -79,11 +79,11 @@ TRAPS: dict[str, tuple[str, ...]] = {
         "completions/test_faults.py::test_recorded_error_bodies",
     ),
     "a read that stalls": (
-        "completions/test_client.py::test_idle_timeout_within_the_stream",
-        "completions/test_client.py::test_idle_timeout_before_the_answer",
-        "completions/test_client.py::test_idle_timeout_does_not_bound_the_whole_stream",
+        "completions/test_broken_streams.py::test_idle_timeout_within_the_stream",
+        "completions/test_broken_streams.py::test_idle_timeout_before_the_answer",
+        "completions/test_broken_streams.py::test_idle_timeout_does_not_bound_the_whole_stream",
     ),
-    "a connection that is not to be had": ("completions/test_client.py::test_nobody_listens",),
+    "a connection that is not to be had": ("completions/test_http.py::test_nobody_listens",),
     "parameters that make several sequences of one": (
         "completions/test_request.py::test_what_cannot_be_one_stream_is_refused",
         "completions/test_sse.py::test_several_choices_are_refused",
@@ -94,7 +94,7 @@ TRAPS: dict[str, tuple[str, ...]] = {
         "test_stream_http.py::test_what_is_sent",
     ),
     "a batch waits for one of a hundred connections": (
-        "completions/test_client.py::test_there_is_no_limit_of_connections",
+        "completions/test_http.py::test_there_is_no_limit_of_connections",
         "test_stream_http.py::test_many_streams_share_one_client",
     ),
     "a line longer than a buffer": (
