@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
-__all__ = ["Entered"]
+__all__ = ["Entered", "listen"]
 
 
 class Entered(ABC):
@@ -42,3 +43,14 @@ class Entered(ABC):
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         portal.run(self.stop)
+
+
+async def listen(server: asyncio.Server) -> int:
+    """Let a server accept connections; its port."""
+    try:
+        await server.start_serving()
+    except BaseException:
+        server.close()
+        raise
+    port: int = server.sockets[0].getsockname()[1]
+    return port

@@ -14,7 +14,7 @@ import msgspec
 
 from lmcache_stream.errors import UsageError
 from lmcache_stream.testing.engine_connection import Connection, RecordedRequest
-from lmcache_stream.testing.entered import Entered
+from lmcache_stream.testing.entered import Entered, listen
 from lmcache_stream.testing.replies import End, Reply, blocks, error_reply, event_stream, json_reply, writes
 
 __all__ = ["End", "EngineCache", "FakeEngine", "RecordedRequest", "Reply"]
@@ -113,13 +113,8 @@ class FakeEngine(Entered):
         server = await loop.create_server(
             lambda: Connection(self, loop), "127.0.0.1", self._port, backlog=4096, start_serving=False
         )
-        try:
-            await server.start_serving()
-        except BaseException:
-            server.close()
-            raise
+        self._port = await listen(server)
         self._server = server
-        self._port = server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
         """Stops listening and drops every connection."""

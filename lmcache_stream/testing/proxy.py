@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from lmcache_stream.errors import UsageError
-from lmcache_stream.testing.entered import Entered
+from lmcache_stream.testing.entered import Entered, listen
 
 __all__ = ["Direction", "TcpProxy"]
 
@@ -186,13 +186,8 @@ class TcpProxy(Entered):
         """Begins to listen."""
         self.up._loop = self.down._loop = asyncio.get_running_loop()
         server = await asyncio.start_server(self._accepted, "127.0.0.1", self._port, start_serving=False)
-        try:
-            await server.start_serving()
-        except BaseException:
-            server.close()
-            raise
+        self._port = await listen(server)
         self._server = server
-        self._port = server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
         """Stops listening and cuts every connection. A second stop does nothing."""
