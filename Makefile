@@ -3,9 +3,9 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 PYTEST_ARGS ?=
-LOWEST_TESTS ?= tests/completions tests/editors tests/engine tests/kvcache tests/testing tests/test_batch.py \
-  tests/test_catalogue.py tests/test_main_job.py tests/test_metrics.py tests/test_passes.py tests/test_portal.py \
-  tests/test_rotary.py tests/test_stream.py tests/test_stream_http.py tests/test_stream_kv.py tests/test_transfer.py
+LOWEST_TESTS ?= tests/batch tests/completions tests/editors tests/engine tests/kvcache tests/metrics tests/rotary \
+  tests/testing tests/test_catalogue.py tests/test_main_job.py tests/test_passes.py tests/test_portal.py \
+  tests/test_stream.py tests/test_stream_http.py tests/test_stream_kv.py tests/test_transfer.py
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -15,8 +15,8 @@ BENCH_STAMP := $(VENV)/.bench
 
 comma := ,
 empty :=
-COVERED := $(subst $(empty) $(empty),$(comma),$(addprefix lmcache_stream/,stream.py stream_kv.py passes.py batch.py \
-  completions/sse.py kvcache/mp/wire.py kvcache/mp/codec.py))
+COVERED := $(subst $(empty) $(empty),$(comma),$(addprefix lmcache_stream/,stream.py stream_kv.py passes.py batch/asynchronous.py \
+  batch/synchronous.py batch/members.py completions/sse.py kvcache/mp/wire.py kvcache/mp/codec.py))
 
 MUTATION_STAMP := $(VENV)/.mutation
 

@@ -18,13 +18,14 @@ OUT = Path(__file__).parent.parent / "build" / "docs"
 # Rooms that nobody imports from.
 INTERNAL = {
     "addresses",
-    "batch_journal",
     "callables",
     "catalogue",
     "cli",
     "console",
     "face",
+    "finishing",
     "journal",
+    "model_config",
     "portal",
     "rounds",
     "state",
@@ -46,10 +47,11 @@ FURTHER = (
 
 
 def specifications() -> list[str]:
-    """What has a page: all rooms, without what lies in them, and then a few modules in them."""
+    """What has a page: all rooms and a few modules in them, each without what lies in it."""
     rooms = [room.name for room in pkgutil.iter_modules(lmcache_stream.__path__) if room.name not in INTERNAL]
     names = [f"lmcache_stream.{name}" for name in rooms]
-    return ["lmcache_stream", *names, r"!lmcache_stream\.\w+\.", *(f"lmcache_stream.{name}" for name in FURTHER)]
+    further = (f"lmcache_stream.{name}" for name in FURTHER)
+    return ["lmcache_stream", *names, r"!lmcache_stream\.\w+\.", *further, r"!lmcache_stream\.\w+\.\w+\."]
 
 
 def resolve(name: str) -> None:

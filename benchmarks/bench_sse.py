@@ -208,7 +208,7 @@ class BufferedHandler(ResponseHandler, asyncio.BufferedProtocol):
 
 
 def _receive_into_one_buffer(client: CompletionsClient) -> None:
-    connector: Any = client._open_session().connector
+    connector: Any = client._http.open().connector
     connector._factory = partial(BufferedHandler, loop=asyncio.get_running_loop())
 
 

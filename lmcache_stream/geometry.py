@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from lmcache_stream.errors import GeometryError
-from lmcache_stream.rotary import Rotary, has_alibi, head_size, latent_width, lookup, require, text_config
+from lmcache_stream.model_config import has_alibi, head_size, latent_width, lookup, require, text_config
+from lmcache_stream.rotary import Rotary
 
 __all__ = ["KVGeometry"]
 

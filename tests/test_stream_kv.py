@@ -434,6 +434,6 @@ async def test_a_refused_store_says_why_and_what_to_do(one: Setup, monkeypatch: 
         await stream.modify_kv(drop_every_other)
     assert str(caught.value) == (
         f"stream {stream.stream_id()}: of 4 chunks of the edit, 2 are cached under these ids already and the cache "
-        "keeps what it has (leave salt_edits on: an edit needs a cache_salt of its own), and for 1 it has no room (give "
-        "it more, or edit fewer streams at once)"
+        "keeps what it has (leave salt_edits on: an edit needs a cache_salt of its own), and for 1 it has no room "
+        "(give it more, or edit fewer streams at once)"
     )

@@ -50,15 +50,15 @@ TRAPS: dict[str, tuple[str, ...]] = {
     ),
     "HTTP 200 and then an error inside the stream": (
         "completions/test_sse.py::test_error_inside_the_stream_keeps_the_tokens_before_it",
-        "completions/test_client.py::test_error_after_tokens",
+        "completions/test_broken_streams.py::test_error_after_tokens",
         "completions/test_sse_properties.py"
         "::test_garbage_or_an_error_between_events_is_an_error_behind_the_tokens_before_it",
     ),
     "a stream that just stops is taken for its end": (
         "completions/test_sse.py::test_stream_that_just_stops",
         "completions/test_sse_properties.py::test_a_stream_cut_off_anywhere_gives_its_first_tokens_and_an_error",
-        "completions/test_client.py::test_clean_end_of_http_without_an_end_of_the_stream",
-        "completions/test_client.py::test_cut_inside_an_event",
+        "completions/test_broken_streams.py::test_clean_end_of_http_without_an_end_of_the_stream",
+        "completions/test_broken_streams.py::test_cut_inside_an_event",
     ),
     "output tokens contain the prompt, or not all that was generated": (
         "test_stream.py::test_prefill_modify_decode",
@@ -79,11 +79,11 @@ TRAPS: dict[str, tuple[str, ...]] = {
         "completions/test_faults.py::test_recorded_error_bodies",
     ),
     "a read that stalls": (
-        "completions/test_client.py::test_idle_timeout_within_the_stream",
-        "completions/test_client.py::test_idle_timeout_before_the_answer",
-        "completions/test_client.py::test_idle_timeout_does_not_bound_the_whole_stream",
+        "completions/test_broken_streams.py::test_idle_timeout_within_the_stream",
+        "completions/test_broken_streams.py::test_idle_timeout_before_the_answer",
+        "completions/test_broken_streams.py::test_idle_timeout_does_not_bound_the_whole_stream",
     ),
-    "a connection that is not to be had": ("completions/test_client.py::test_nobody_listens",),
+    "a connection that is not to be had": ("completions/test_http.py::test_nobody_listens",),
     "parameters that make several sequences of one": (
         "completions/test_request.py::test_what_cannot_be_one_stream_is_refused",
         "completions/test_sse.py::test_several_choices_are_refused",
@@ -94,7 +94,7 @@ TRAPS: dict[str, tuple[str, ...]] = {
         "test_stream_http.py::test_what_is_sent",
     ),
     "a batch waits for one of a hundred connections": (
-        "completions/test_client.py::test_there_is_no_limit_of_connections",
+        "completions/test_http.py::test_there_is_no_limit_of_connections",
         "test_stream_http.py::test_many_streams_share_one_client",
     ),
     "a line longer than a buffer": (
@@ -136,13 +136,11 @@ TRAPS: dict[str, tuple[str, ...]] = {
         "test_stream.py::test_an_edit_of_odd_length_leaves_its_rest_in_front_of_the_tail",
         "editors/test_base.py::test_budgets_are_whole_chunks",
     ),
-    "keys rotated again in their own precision": (
-        "test_rotary.py::TestRerotate::test_rounds_once_to_the_dtype_of_the_keys",
-    ),
+    "keys rotated again in their own precision": ("rotary/test_turning.py::test_rounds_once_to_the_dtype_of_the_keys",),
     "partial, scaled and interleaved rotations": (
-        "test_rotary.py::TestAgainstModels::test_moved_keys_equal_freshly_rotated_ones",
-        "test_rotary.py::TestAgainstModels::test_interleaved_models_rotate_neighbours",
-        "test_rotary.py::TestFrequencies::test_scaled_frequencies_equal_those_of_transformers",
+        "rotary/test_against_models.py::test_moved_keys_equal_freshly_rotated_ones",
+        "rotary/test_against_models.py::test_interleaved_models_rotate_neighbours",
+        "rotary/test_frequencies.py::test_scaled_frequencies_equal_those_of_transformers",
     ),
     "queries that cover less than the KV": (
         "editors/test_editors.py::test_queries_are_asked_for_by_name_and_with_the_remedy",
@@ -152,8 +150,8 @@ TRAPS: dict[str, tuple[str, ...]] = {
         "test_main_job.py::test_an_editor_without_the_queries_it_needs_is_refused_before_anything_is_fetched",
     ),
     "all editors at once on one GPU": (
-        "test_batch.py::test_phases_are_bounded_as_documented",
-        "test_batch.py::test_decoding_with_edits_edits_every_stream_but_few_at_once",
+        "batch/test_phases.py::test_phases_are_bounded_as_documented",
+        "batch/test_phases.py::test_decoding_with_edits_edits_every_stream_but_few_at_once",
     ),
     # The cache server
     "a handler that fails answers nothing": (
@@ -223,35 +221,33 @@ TRAPS: dict[str, tuple[str, ...]] = {
     ),
     # Batches and reports
     "one failing stream takes everybody's results away": (
-        "test_batch.py::test_what_succeeded_keeps_its_metrics",
-        "test_batch.py::test_failures_can_be_collected",
+        "batch/test_phases.py::test_what_succeeded_keeps_its_metrics",
+        "batch/test_phases.py::test_failures_can_be_collected",
     ),
-    "a subset counts the whole batch": ("test_batch.py::test_a_subset_is_counted_and_run_alone",),
-    "a bad format is noticed after the work": ("test_batch.py::test_a_bad_format_is_refused_before_any_work",),
+    "a subset counts the whole batch": ("batch/test_phases.py::test_a_subset_is_counted_and_run_alone",),
+    "a bad format is noticed after the work": ("batch/test_phases.py::test_a_bad_format_is_refused_before_any_work",),
     "time to the first token and per token are missing": (
-        "test_metrics.py::TestPhases::test_prefill",
-        "test_metrics.py::TestPhases::test_decode",
+        "metrics/test_phases.py::test_prefill",
+        "metrics/test_phases.py::test_decode",
     ),
     "throughput that leaves out the time of edits": (
         "bench/test_result.py::TestEditedRuns::test_throughput_with_and_without_edit_time",
     ),
     "a first token sampled apart from the rest": (
-        "test_batch.py::test_the_documented_phases",
+        "batch/test_phases.py::test_the_documented_phases",
         "bench/test_serve.py::TestEditedRuns::test_edits_while_decoding_generate_what_a_stream_by_itself_does",
     ),
     # Rotary positions
-    "dynamic NTK, where model and engine differ": (
-        "test_rotary.py::TestFrequencies::test_dynamic_ntk_needs_its_engine",
-    ),
+    "dynamic NTK, where model and engine differ": ("rotary/test_frequencies.py::test_dynamic_ntk_needs_its_engine",),
     "an attention factor is applied twice": (
-        "test_rotary.py::TestFrequencies::test_scaled_frequencies_equal_those_of_transformers",
-        "test_rotary.py::TestAgainstModels::test_moved_keys_equal_freshly_rotated_ones",
+        "rotary/test_frequencies.py::test_scaled_frequencies_equal_those_of_transformers",
+        "rotary/test_against_models.py::test_moved_keys_equal_freshly_rotated_ones",
     ),
-    "the two regimes of longrope": ("test_rotary.py::TestFrequencies::test_longrope_takes_the_factors_of_its_regime",),
+    "the two regimes of longrope": ("rotary/test_frequencies.py::test_longrope_takes_the_factors_of_its_regime",),
     "rotary parameters of old and new configurations": (
-        "test_rotary.py::TestFrequencies::test_older_type_key_is_read",
-        "test_rotary.py::TestFrequencies::test_parameters_by_layer_type",
-        "test_rotary.py::TestFrequencies::test_gemma3_reads_alike_from_old_and_new_configurations",
+        "rotary/test_parameters.py::test_older_type_key_is_read",
+        "rotary/test_parameters.py::test_parameters_by_layer_type",
+        "rotary/test_parameters.py::test_gemma3_reads_alike_from_old_and_new_configurations",
     ),
     "a cache that is cropped the wrong way": (
         "test_traps.py::test_no_cache_is_cropped",

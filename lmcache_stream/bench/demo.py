@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lmcache_stream.bench.announce import find_smollm2, say
 from lmcache_stream.bench.config import EditorSpec, ServeOptions
 from lmcache_stream.bench.interrupts import run_until_interrupt
 from lmcache_stream.bench.live import table_width
@@ -125,7 +125,7 @@ def run(options: argparse.Namespace) -> None:
     async def work() -> None:
         reports.append(await run_demo(place, prompts, editor, options.max_tokens))
 
-    if run_until_interrupt(work, _say):
+    if run_until_interrupt(work, say):
         raise KeyboardInterrupt
     (report,) = reports
     if options.json is not None:
@@ -149,7 +149,7 @@ async def run_demo(
         assert at.cache is not None
         if not at.tokenizer.exact and any(prompt.chat for prompt in prompts):
             raise UsageError(f"the chat template of {at.model} is not here: --model takes the model's folder")
-        _say(f"Prompts to {at.model} at {at.engine.base_url}: {len(prompts)}.")
+        say(f"Prompts to {at.model} at {at.engine.base_url}: {len(prompts)}.")
         full, edited = AsyncBatchedStream(), AsyncBatchedStream()
         for number, prompt in enumerate(prompts, 1):
             token_ids = await asyncio.to_thread(_token_ids, prompt, at.tokenizer)
@@ -239,20 +239,8 @@ def _place(options: argparse.Namespace, spec: EditorSpec, editor: Editor) -> Abs
         return open_place(ServeOptions(**urls, kv_model=options.kv_model, tokenizer=tokenizer, editor=[spec]))
     if any((*urls.values(), options.kv_model)):
         raise UsageError("--base-url, --kv-url and --kv-http-url go together: give all three, or none")
-    model = str(options.model or _smollm2())
+    model = str(options.model or find_smollm2())
     return open_place(ServeOptions(model=model, editor=[spec]), queries="queries" in editor.needs)
-
-
-def _smollm2() -> Path:
-    from lmcache_stream.engine import ensure_smollm2
-
-    _say("Looking for SmolLM2-135M-Instruct; the first time, it is fetched and converted.")
-    return ensure_smollm2()
-
-
-def _say(line: str) -> None:
-    sys.stderr.write(line + "\n")
-    sys.stderr.flush()
 
 
 def _keep(text: str) -> float | int:

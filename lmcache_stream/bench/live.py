@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeAlias
 
-from lmcache_stream.metrics import MIN_WIDTH
+from lmcache_stream.metrics.report import MIN_WIDTH
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
 
+from lmcache_stream.bench.announce import find_smollm2, say
 from lmcache_stream.bench.experiment import CONTINUATIONS, Plan, measure
 from lmcache_stream.bench.quality_report import show, to_json, write_plot
 from lmcache_stream.bench.tasks import DEPTHS, TASKS
@@ -93,7 +93,7 @@ def run(options: argparse.Namespace) -> None:
         if path.suffix not in (".png", ".svg", ".pdf"):
             raise UsageError(f"{path}: a plot ends in .png, .svg or .pdf")
     corpus = load_corpus(options.corpus)
-    folder = options.model or _smollm2()
+    folder = options.model or find_smollm2()
     lm = CausalLM(load_model(folder, torch.float32), chunk_size=plan.chunk_size, queries=plan.queries)
     file = options.json.path if options.json is not None else None
     journal = file.with_name(file.name + ".journal") if file is not None else None
@@ -110,7 +110,7 @@ def run(options: argparse.Namespace) -> None:
         )
     except KeyboardInterrupt:
         if journal is not None:
-            _say(f"The same command goes on where it stopped; what it has is in {journal}.")
+            say(f"The same command goes on where it stopped; what it has is in {journal}.")
         raise
     finally:
         lm.close()
@@ -151,18 +151,6 @@ def _plan(options: argparse.Namespace) -> tuple[Plan, list[LeftOut]]:
         seed=options.seed,
     )
     return plan, left_out
-
-
-def _smollm2() -> Path:
-    from lmcache_stream.engine import ensure_smollm2
-
-    _say("Looking for SmolLM2-135M-Instruct; the first time, it is fetched and converted.")
-    return ensure_smollm2()
-
-
-def _say(line: str) -> None:
-    sys.stderr.write(line + "\n")
-    sys.stderr.flush()
 
 
 def _number(text: str, kind: Callable[[str], Any], valid: Callable[[Any], bool], what: str) -> Any:

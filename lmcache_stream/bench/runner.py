@@ -5,36 +5,30 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
+from lmcache_stream.bench.limits import bytes_per_token, check_budget, check_edit_every, check_room
 from lmcache_stream.bench.load import Clock, KVBudget, arrival_times, drive
+from lmcache_stream.bench.measure import Ready, Rounds, measure_passes, measure_request, reason_of
 from lmcache_stream.bench.records import (
     GENERATE,
     EditRecord,
-    EditWhileDecoding,
     Ledger,
     Phase,
     PhaseRecord,
     Record,
     RequestRecord,
-    grouped,
 )
 from lmcache_stream.errors import UsageError
-from lmcache_stream.rounds import EditsWhileDecoding
 from lmcache_stream.stream import AsyncLMCacheStream
-from lmcache_stream.types import Completion
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from lmcache_stream.bench.config import ServeOptions
     from lmcache_stream.bench.datasets import Sample
     from lmcache_stream.bench.live import Live
     from lmcache_stream.bench.place import Place
     from lmcache_stream.editors import Editor
-    from lmcache_stream.metrics import StreamPerfMetrics
 
 __all__ = ["BASELINE", "SHARED", "Runner"]
 
@@ -46,63 +40,6 @@ SHARED: Final = "shared"
 _WARM_UP_SALT: Final = "bench-warm-up"  # keeps the measured requests from finding the warm-up's KV
 
 _Operation = Callable[[int, float, Clock], Awaitable[Record]]
-
-
-@dataclass(frozen=True)
-class _Ready:
-    """A stream between two phases, what it has to send besides, and how much of an edit backs it."""
-
-    stream: AsyncLMCacheStream
-    suffix: Sequence[int] = ()
-    stored: int = 0
-
-    @property
-    def tokens(self) -> int:
-        return len(self.stream.tokens) + len(self.stream.suffix_tokens()) + len(self.suffix)
-
-
-@dataclass
-class _Rounds:
-    """The edits of a stream while it decodes: each takes one of `slots` for its time, and leaves a record.
-
-    Attributes:
-        sent: When the decode was sent, in seconds of `time.perf_counter`.
-        edits: Those that succeeded.
-        lost: Tokens of the edits that gave way to the next one, which the engine did not take from the cache.
-    """
-
-    stream: AsyncLMCacheStream
-    slots: asyncio.Semaphore
-    sent: float = 0.0
-    edits: list[EditWhileDecoding] = field(default_factory=list)
-    lost: int = 0
-    _begun: float = 0.0
-
-    async def __aenter__(self) -> None:
-        await self.slots.acquire()
-        self._begun = time.perf_counter()
-
-    async def __aexit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.slots.release()
-        receipt, metrics = self.stream.last_receipt, self.stream.last_metrics
-        if exc_type is not None or receipt is None:
-            return
-        if receipt.stored and metrics is not None:
-            self.lost += metrics.edit_shortfall
-        self.edits.append(
-            EditWhileDecoding(
-                start=self._begun - self.sent,
-                duration=time.perf_counter() - self._begun,
-                tokens_before=receipt.tokens_before,
-                tokens_after=receipt.tokens_after,
-                recomputed=receipt.recomputed,
-                chunks_stored=receipt.chunks_stored,
-                bytes_moved=receipt.bytes_moved,
-                seconds=dict(receipt.seconds),
-            )
-        )
 
 
 @dataclass
@@ -135,8 +72,8 @@ class Runner:
     ledger: Ledger
     live: Live
     repeated: int = 0
-    _streams: dict[int, _Ready] = field(default_factory=dict)
-    _edited: dict[tuple[str, int], _Ready] = field(default_factory=dict)
+    _streams: dict[int, Ready] = field(default_factory=dict)
+    _edited: dict[tuple[str, int], Ready] = field(default_factory=dict)
     _lost: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -147,12 +84,14 @@ class Runner:
         self._edit_slots = asyncio.Semaphore(options.modify_concurrency)
         self._token_bytes = 0
         if options.max_kv_bytes is not None:
-            self._token_bytes = self._bytes_per_token()
-            self._check_budget(options.max_kv_bytes)
+            self._token_bytes = bytes_per_token(self.place.geometry)
+            check_budget(options.max_kv_bytes, self._token_bytes, samples, with_edits=bool(self.editors))
         if options.edit_every is not None:
-            self._check_edit_every(options.edit_every)
+            check_edit_every(options.edit_every, samples)
         if self.editors and self.place.room is not None:
-            self._check_room(self.place.room)
+            keeps = [getattr(editor, "keep", 1.0) for editor in self.editors.values()]
+            token_bytes = bytes_per_token(self.place.geometry)
+            check_room(self.place.room, token_bytes, samples, keeps, options.edit_every)
 
     async def run(self) -> None:
         """Run everything that is left to do."""
@@ -252,47 +191,16 @@ class Runner:
         await asyncio.to_thread(self.ledger.sync)
 
     async def _complete(self, index: int, queued: float, clock: Clock) -> Record:
-        sample = self.samples[index]
-        times: list[float] = []
-        text: list[str] = []
-        completion: Completion | None = None
-        error = ""
-        start = clock.now()
-        sent = time.perf_counter()
-        try:
-            params = {**self._params, "max_tokens": sample.output_len}
-            async with aclosing(self.place.engine.batches(sample.prompt_token_ids, params)) as batches:
-                async for batch in batches:
-                    if isinstance(batch, Completion):
-                        completion = batch
-                        continue
-                    for token in batch:
-                        text.append(token.text)
-                        if token.token_id is not None:
-                            times.append((token.time or time.perf_counter()) - sent)
-        except Exception as failure:
-            error = _reason(failure)
-        duration = time.perf_counter() - sent
-        if not error and completion is not None and completion.finish_reason in ("abort", "error"):
-            error = f"the engine ended the request: {completion.finish_reason}"
-        usage = completion.usage if completion else None
-        return RequestRecord(
-            run=GENERATE,
-            phase="generate",
-            index=index,
-            start=start,
-            duration=duration,
-            queue=queued,
-            input_tokens=len(sample.prompt_token_ids),
-            events=grouped(times),
-            text="".join(text),
-            cached_tokens=usage.cached_tokens if usage else None,
-            error=error or ("" if times else "no token came"),
+        return await measure_request(
+            self.place.engine, self.samples[index], self._params, index=index, queued=queued, clock=clock
         )
 
     async def _prefill(self, index: int, queued: float, clock: Clock) -> Record:
-        ready = _Ready(self._stream(self.samples[index].prompt_token_ids))
-        record = await self._pass(SHARED, "prefill", index, queued, clock, ready, 1)
+        ready = Ready(self._stream(self.samples[index].prompt_token_ids))
+        params = {**self._params, "max_tokens": 1}
+        record = await measure_passes(
+            ready, params, run=SHARED, phase="prefill", index=index, queued=queued, clock=clock
+        )
         if not record.error:
             self._streams[index] = ready
         return record
@@ -306,9 +214,9 @@ class Runner:
             receipt = await stream.modify_kv(editor, timeout=self.options.modify_timeout)
         except Exception as failure:
             duration = time.perf_counter() - sent
-            return EditRecord(run, index, start, duration, queued, error=_reason(failure))
+            return EditRecord(run, index, start, duration, queued, error=reason_of(failure))
         stored = stream.tokens if receipt.stored else []
-        self._edited[run, index] = _Ready(stream, before.suffix, len(stored))
+        self._edited[run, index] = Ready(stream, before.suffix, len(stored))
         return EditRecord(
             run=run,
             index=index,
@@ -334,58 +242,15 @@ class Runner:
                 before = self._prefilled(index)
                 if run != BASELINE:
                     raise UsageError("the edit could not be repeated")
-                ready = _Ready(await before.stream.fork(), before.suffix)
+                ready = Ready(await before.stream.fork(), before.suffix)
         except Exception as failure:
-            return RequestRecord(run, "decode", index, clock.now(), 0.0, queued, error=_reason(failure))
-        rounds = _Rounds(ready.stream, self._edit_slots) if run != BASELINE and self.options.edit_every else None
-        return await self._pass(run, "decode", index, queued, clock, ready, output_len, rounds)
-
-    async def _pass(
-        self,
-        run: str,
-        phase: Any,
-        index: int,
-        queued: float,
-        clock: Clock,
-        ready: _Ready,
-        max_tokens: int,
-        rounds: _Rounds | None = None,
-    ) -> RequestRecord:
-        stream = ready.stream
-        edits = None
-        if rounds is not None and self.options.edit_every is not None:
-            edits = EditsWhileDecoding(self.options.edit_every, self.editors[run], rounds)
-        last, text, tokens = stream.last_metrics, len(stream.output_text()), len(stream.output_tokens())
-        error = ""
-        start = clock.now()
-        sent = time.perf_counter()
-        if rounds is not None:
-            rounds.sent = sent
-        try:
-            await stream._generate({**self._params, "max_tokens": max_tokens}, ready.suffix, edits, None)
-        except Exception as failure:
-            error = _reason(failure)
-        duration = time.perf_counter() - sent
-        metrics = stream.last_metrics if stream.last_metrics is not last else None
-        if not error and not (metrics and metrics.output_tokens):
-            error = "no token came"
-        return RequestRecord(
-            run=run,
-            phase=phase,
-            index=index,
-            start=start,
-            duration=duration,
-            queue=queued,
-            input_tokens=metrics.input_tokens if metrics else 0,
-            events=grouped(metrics.times) if metrics else [],
-            text=stream.output_text()[text:],
-            tokens=stream.output_tokens()[tokens:] if phase == "prefill" else [],
-            cached_tokens=metrics.cached_tokens if metrics else None,
-            edit_shortfall=rounds.lost + metrics.edit_shortfall
-            if rounds and metrics
-            else _shortfall(metrics, ready.stored),
-            edits=rounds.edits if rounds else [],
-            error=error,
+            return RequestRecord(run, "decode", index, clock.now(), 0.0, queued, error=reason_of(failure))
+        rounds = None
+        if run != BASELINE and self.options.edit_every is not None:
+            rounds = Rounds(ready.stream, self._edit_slots, self.options.edit_every, self.editors[run])
+        params = {**self._params, "max_tokens": output_len}
+        return await measure_passes(
+            ready, params, rounds, run=run, phase="decode", index=index, queued=queued, clock=clock
         )
 
     async def _warm_up(self) -> None:
@@ -428,14 +293,14 @@ class Runner:
         whole = len(stream.tokens) // self.place.cache.chunk_size * self.place.cache.chunk_size
         try:
             if whole and await self.place.cache.lookup(stream.tokens[:whole]) >= whole:
-                self._streams[index] = _Ready(stream, record.tokens)
+                self._streams[index] = Ready(stream, record.tokens)
                 return
             await stream.generate({**self._params, "max_tokens": 1})
         except Exception as failure:
-            self._lost[index] = f"the prefill could not be repeated: {_reason(failure)}"
+            self._lost[index] = f"the prefill could not be repeated: {reason_of(failure)}"
             return
         self.repeated += 1
-        self._streams[index] = _Ready(stream)
+        self._streams[index] = Ready(stream)
 
     async def _restore_edit(self, run: str, editor: Editor, index: int) -> None:
         """Have a stream after the edit that an earlier process did, from the cache if it still has its KV.
@@ -451,10 +316,10 @@ class Runner:
             known = record.stored and self.options.edit_every is None
             if known and await self.place.cache.lookup(record.stored, record.salt) >= len(record.stored):
                 stream = self._stream(record.stored, record.salt)
-                self._edited[run, index] = _Ready(stream, record.suffix, len(record.stored))
+                self._edited[run, index] = Ready(stream, record.suffix, len(record.stored))
                 return
         except Exception as failure:
-            self._lost[index] = f"the edit was not found: {_reason(failure)}"
+            self._lost[index] = f"the edit was not found: {reason_of(failure)}"
             return
         await self._restore_prefill(index)
         repeated = await self._modify(run, editor, index, 0.0, Clock())
@@ -464,7 +329,7 @@ class Runner:
         assert self.place.cache is not None
         return AsyncLMCacheStream(self.place.cache, self.place.engine, ids, salt, on_shortfall="report")
 
-    def _prefilled(self, index: int) -> _Ready:
+    def _prefilled(self, index: int) -> Ready:
         if index in self._streams:
             return self._streams[index]
         raise UsageError(self._lost.get(index, "there was no prefill"))
@@ -480,61 +345,3 @@ class Runner:
 
     def _whole(self, index: int) -> int:
         return self._prompt(index) + self.samples[index].output_len
-
-    def _bytes_per_token(self) -> int:
-        geometry = self.place.geometry
-        if geometry is None or geometry.dtype is None:
-            raise UsageError(
-                "--max-kv-bytes needs the shape of the KV: give --kv-url, or --model as the model's folder"
-            )
-        return geometry.planes * geometry.num_layers * geometry.hidden_dim * geometry.dtype.itemsize
-
-    def _check_budget(self, max_bytes: int) -> None:
-        factor = 2 if self.editors else 1
-        tokens = max(max(self._whole(index), factor * self._prompt(index)) for index in range(len(self.samples)))
-        if tokens * self._token_bytes > max_bytes:
-            raise UsageError(
-                f"--max-kv-bytes {max_bytes:,} is less than one request needs: {tokens * self._token_bytes:,} bytes"
-            )
-
-    def _check_edit_every(self, every: int) -> None:
-        longest = max(sample.output_len for sample in self.samples)
-        if longest <= every:
-            raise UsageError(
-                f"--edit-every {every} would edit nothing: no prompt has more than {longest} tokens to generate; take "
-                "a smaller number, or longer answers"
-            )
-
-    def _check_room(self, room: int) -> None:
-        """All prompts' KV lies in the embedded cache between the phases, and the edits of all runs beside it."""
-        tokens = sum(map(self._prompt, range(len(self.samples))))
-        edited = sum(
-            self._tokens_stored(sample, getattr(editor, "keep", 1.0))
-            for editor in self.editors.values()
-            for sample in self.samples
-        )
-        needed = (tokens + edited) * self._bytes_per_token()
-        if needed > room:
-            raise UsageError(
-                f"the KV of {len(self.samples)} prompts and their edits, {needed / 2**30:.1f} GiB, does not fit the "
-                f"embedded cache of {room / 2**30:.1f} GiB: lower --num-prompts, or take a larger one with "
-                f"--kv-url 'memory://bench?max_bytes={needed // 2**30 + 1}GiB'"
-            )
-
-    def _tokens_stored(self, sample: Sample, keep: float | int) -> int:
-        """Tokens at most that the edits of a prompt leave in the cache; every round leaves some, and its prompt's."""
-        prompt, every = len(sample.prompt_token_ids), self.options.edit_every
-        kept = int(prompt * keep) if isinstance(keep, float) else min(prompt, keep)
-        rounds = (sample.output_len - 1) // every if every else 0
-        return kept + rounds * (int(keep) + (every or 0))
-
-
-def _shortfall(metrics: StreamPerfMetrics | None, stored: int) -> int:
-    """Tokens of a stored edit that the engine computed itself; 0 if it does not say. It always computes the last."""
-    if metrics is None or metrics.cached_tokens is None:
-        return 0
-    return max(0, min(stored, metrics.input_tokens - 1) - metrics.cached_tokens)
-
-
-def _reason(failure: Exception) -> str:
-    return " ".join(f"{type(failure).__name__}: {failure}".split())

@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import json
 import os
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import datetime
@@ -14,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from lmcache_stream.bench import announce
 from lmcache_stream.bench.config import EditorSpec, ServeOptions, add_flags, load_options
 from lmcache_stream.bench.interrupts import INTERRUPTED, run_until_interrupt
 from lmcache_stream.bench.quality_lines import read_quality
@@ -83,9 +83,9 @@ def bench_serve(
     """
     _refuse_a_running_loop()
     options = load_options(flags, environ=environ, file=file, **given)
-    bench = _Bench(options, say or _say)
+    bench = _Bench(options, say or announce.say)
     try:
-        interrupted = run_until_interrupt(bench.measure, say or _say)
+        interrupted = run_until_interrupt(bench.measure, say or announce.say)
         if bench.ran is None:
             raise KeyboardInterrupt
         return bench.finish(interrupted=interrupted)
@@ -306,8 +306,3 @@ def _version() -> str:
         return version("lmcache-stream")
     except PackageNotFoundError:
         return "0"
-
-
-def _say(line: str) -> None:
-    sys.stderr.write(line + "\n")
-    sys.stderr.flush()

@@ -12,7 +12,8 @@ from typing import ClassVar
 import torch
 
 from lmcache_stream import rotary as rope
-from lmcache_stream.editors.base import EditInput, Layer, LayerScoring, aggregate
+from lmcache_stream.editors.base import EditInput, Layer, LayerScoring
+from lmcache_stream.editors.base.dropping import aggregate
 from lmcache_stream.errors import UsageError
 from lmcache_stream.geometry import KVGeometry
 

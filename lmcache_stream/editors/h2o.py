@@ -8,7 +8,8 @@ from typing import ClassVar
 
 import torch
 
-from lmcache_stream.editors.base import Layer, QueryScoring, aggregate
+from lmcache_stream.editors.base import Layer, QueryScoring
+from lmcache_stream.editors.base.dropping import aggregate
 from lmcache_stream.editors.tensors import block
 from lmcache_stream.errors import UsageError
 

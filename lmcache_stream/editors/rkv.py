@@ -8,7 +8,8 @@ from typing import ClassVar
 import torch
 from torch.nn.functional import max_pool1d, normalize, pad
 
-from lmcache_stream.editors.base import Layer, QueryScoring, aggregate
+from lmcache_stream.editors.base import Layer, QueryScoring
+from lmcache_stream.editors.base.dropping import aggregate
 from lmcache_stream.editors.snapkv import check_kernel, check_window
 from lmcache_stream.editors.tensors import block
 from lmcache_stream.errors import UsageError

@@ -8,7 +8,8 @@ from typing import ClassVar
 import torch
 from torch.nn.functional import avg_pool1d, pad
 
-from lmcache_stream.editors.base import Layer, QueryScoring, aggregate
+from lmcache_stream.editors.base import Layer, QueryScoring
+from lmcache_stream.editors.base.dropping import aggregate
 from lmcache_stream.errors import UsageError
 
 __all__ = ["SnapKV"]

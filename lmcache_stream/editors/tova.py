@@ -7,7 +7,8 @@ from typing import ClassVar
 
 import torch
 
-from lmcache_stream.editors.base import EditInput, Layer, QueryScoring, aggregate
+from lmcache_stream.editors.base import EditInput, Layer, QueryScoring
+from lmcache_stream.editors.base.dropping import aggregate
 
 __all__ = ["TOVA"]
 

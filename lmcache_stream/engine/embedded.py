@@ -13,8 +13,8 @@ from lmcache_stream.engine.generation import EngineCore
 from lmcache_stream.engine.model import CausalLM, load_model, load_tokenizer, require_transformers
 from lmcache_stream.engine.scheduler import Scheduler
 from lmcache_stream.engine.server import make_application
-from lmcache_stream.engine.threads import in_thread, to_the_end
 from lmcache_stream.errors import UsageError
+from lmcache_stream.finishing import in_thread, to_the_end
 from lmcache_stream.kvcache.memory import EmbeddedCache
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from lmcache_stream.engine.protocol import (
     TokenizeRequest,
 )
 from lmcache_stream.engine.scheduler import Scheduler
-from lmcache_stream.engine.threads import in_thread
 from lmcache_stream.errors import UsageError
+from lmcache_stream.finishing import in_thread
 from lmcache_stream.kvcache.context import check_cache_salt
 
 __all__ = ["make_application"]

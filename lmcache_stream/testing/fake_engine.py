@@ -7,19 +7,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 from urllib.parse import urlsplit
 
 import msgspec
 
-from lmcache_stream import portal
 from lmcache_stream.errors import UsageError
 from lmcache_stream.testing.engine_connection import Connection, RecordedRequest
+from lmcache_stream.testing.entered import Entered, listen
 from lmcache_stream.testing.replies import End, Reply, blocks, error_reply, event_stream, json_reply, writes
-
-if TYPE_CHECKING:
-    from types import TracebackType
-    from typing import Self
 
 __all__ = ["End", "EngineCache", "FakeEngine", "RecordedRequest", "Reply"]
 
@@ -39,7 +35,7 @@ class EngineCache(Protocol):
         ...
 
 
-class FakeEngine:
+class FakeEngine(Entered):
     """An engine that answers what it was told to.
 
     It serves `/v1/completions` (streamed), `/v1/models`, `/health`, `/tokenize` and `/detokenize` in vLLM's shapes, on
@@ -117,13 +113,8 @@ class FakeEngine:
         server = await loop.create_server(
             lambda: Connection(self, loop), "127.0.0.1", self._port, backlog=4096, start_serving=False
         )
-        try:
-            await server.start_serving()
-        except BaseException:
-            server.close()
-            raise
+        self._port = await listen(server)
         self._server = server
-        self._port = server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
         """Stops listening and drops every connection."""
@@ -161,24 +152,6 @@ class FakeEngine:
     async def disconnected(self, count: int = 1, *, timeout: float = 5.0) -> None:
         """Waits until clients have left `count` responses before their end."""
         await self.until(lambda: self.disconnects >= count, timeout=timeout)
-
-    async def __aenter__(self) -> Self:
-        await self.start()
-        return self
-
-    async def __aexit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self.stop()
-
-    def __enter__(self) -> Self:
-        portal.run(self.start)
-        return self
-
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        portal.run(self.stop)
 
     def _changed(self) -> None:
         for condition, met in self._waiting:

@@ -7,15 +7,10 @@ import socket
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from lmcache_stream import portal
 from lmcache_stream.errors import UsageError
-
-if TYPE_CHECKING:
-    from types import TracebackType
-    from typing import Self
+from lmcache_stream.testing.entered import Entered, listen
 
 __all__ = ["Direction", "TcpProxy"]
 
@@ -118,7 +113,7 @@ class _Link:
     reset: bool = False
 
 
-class TcpProxy:
+class TcpProxy(Entered):
     """A proxy on 127.0.0.1 and a free port. Use it with `async with`, or with a plain `with`.
 
     Args:
@@ -191,13 +186,8 @@ class TcpProxy:
         """Begins to listen."""
         self.up._loop = self.down._loop = asyncio.get_running_loop()
         server = await asyncio.start_server(self._accepted, "127.0.0.1", self._port, start_serving=False)
-        try:
-            await server.start_serving()
-        except BaseException:
-            server.close()
-            raise
+        self._port = await listen(server)
         self._server = server
-        self._port = server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
         """Stops listening and cuts every connection. A second stop does nothing."""
@@ -206,24 +196,6 @@ class TcpProxy:
             await self.drop()
             self._server = None
             self.up._loop = self.down._loop = None
-
-    async def __aenter__(self) -> Self:
-        await self.start()
-        return self
-
-    async def __aexit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self.stop()
-
-    def __enter__(self) -> Self:
-        portal.run(self.start)
-        return self
-
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        portal.run(self.stop)
 
     def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.accepted += 1

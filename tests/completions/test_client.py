@@ -1,10 +1,8 @@
 from __future__ import annotations
 
 import asyncio
-import gzip
 import inspect
 import json
-import socket
 import time
 import traceback
 from contextlib import aclosing
@@ -24,67 +22,13 @@ from lmcache_stream.errors import (
 from lmcache_stream.testing.fake_engine import End, FakeEngine, Reply
 from lmcache_stream.types import Completion, TokenEvent, Usage
 
+from .asking import HOW, consume, first, in_use, recorded_reply
 from .recorded import DATA, RECORDED, REFUSALS, STREAMS
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Callable
+    from collections.abc import AsyncGenerator
 
 KEY = "sk-a-secret-key"
-
-
-@pytest.fixture(autouse=True)
-def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
-    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-
-
-@pytest.fixture
-async def engine() -> AsyncIterator[FakeEngine]:
-    async with FakeEngine(model="tiny") as engine:
-        yield engine
-
-
-@pytest.fixture
-async def client(engine: FakeEngine) -> AsyncIterator[CompletionsClient]:
-    async with CompletionsClient(engine.base_url, model="tiny") as client:
-        yield client
-        assert in_use(client) == 0
-
-
-def in_use(client: CompletionsClient) -> int:
-    session = client._session
-    return 0 if session is None or session.connector is None else len(session.connector._acquired)
-
-
-async def consume(
-    client: CompletionsClient, params: dict[str, Any] | None = None, salt: str = ""
-) -> tuple[list[tuple[int | None, str]], Completion | LMCacheError]:
-    tokens: list[tuple[int | None, str]] = []
-    try:
-        async for item in client([1, 2, 3], params or {}, salt):
-            if isinstance(item, Completion):
-                return tokens, item
-            tokens.append((item.token_id, item.text))
-    except LMCacheError as error:
-        return tokens, error
-    raise AssertionError("the stream ended without a Completion")
-
-
-def first(count: int) -> list[tuple[int | None, str]]:
-    return [(token_id, f" {token_id}") for token_id in range(count)]
-
-
-def recorded_reply(name: str, **how: Any) -> Reply:
-    recorded = RECORDED[name]
-    return Reply(body=recorded.body, status=recorded.status, content_type=recorded.content_type, **how)
-
-
-HOW: dict[str, dict[str, Any]] = {
-    "at once": {},
-    "an event a write": {"pace": 0.0},
-    "61 bytes a write": {"write_size": 61},
-    "close ends the body": {"chunked": False, "pace": 0.0},
-}
 
 
 # The recorded bytes, over a socket
@@ -348,221 +292,6 @@ async def test_redirects_are_not_followed(engine: FakeEngine) -> None:
         assert elsewhere.accepted == 0
 
 
-# Retries
-
-
-@pytest.mark.parametrize("status", [429, 502, 503, 504])
-async def test_busy_engine_is_asked_again(engine: FakeEngine, client: CompletionsClient, status: int) -> None:
-    engine.script(*[Reply(status=status, body=b"busy", headers={"retry-after": "0"})] * 2)
-    tokens, completion = await consume(client)
-    assert (len(tokens), type(completion)) == (16, Completion)
-    assert len(engine.requests) == 3
-
-
-@pytest.mark.parametrize("status", [400, 404, 500])
-async def test_other_errors_are_final(engine: FakeEngine, client: CompletionsClient, status: int) -> None:
-    engine.script(Reply(status=status, body=b"no"))
-    _, error = await consume(client)
-    assert isinstance(error, EngineResponseError)
-    assert (error.status, error.message, len(engine.requests)) == (status, "no", 1)
-
-
-async def test_retries_end(engine: FakeEngine) -> None:
-    engine.script(*[Reply(status=503, body=b"busy", headers={"retry-after": "0"})] * 3)
-    async with CompletionsClient(engine.base_url, model="tiny", retries=1) as client:
-        _, error = await consume(client)
-    assert isinstance(error, EngineResponseError)
-    assert (error.status, error.message, len(engine.requests)) == (503, "busy", 2)
-
-
-async def test_retry_after_is_honoured_within_a_bound(
-    engine: FakeEngine, client: CompletionsClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pauses: list[float] = []
-    sleep = asyncio.sleep
-
-    async def recorded(delay: float) -> None:
-        pauses.append(delay)
-        await sleep(0)
-
-    monkeypatch.setattr("lmcache_stream.completions.client.asyncio.sleep", recorded)
-    for value in ("3", "3600", "Wed, 21 Oct 2065 07:28:00 GMT", "Wed, 21 Oct 2015 07:28:00 GMT", "soon"):
-        engine.script(Reply(status=503, body=b"", headers={"retry-after": value}))
-        await consume(client)
-    assert pauses[:4] == [3.0, 10.0, 10.0, 0.0]
-    assert 0.05 <= pauses[4] <= 0.1
-
-
-async def test_connection_that_breaks_before_the_answer_is_tried_again(
-    engine: FakeEngine, client: CompletionsClient
-) -> None:
-    engine.script(Reply(raw=b""))
-    tokens, _ = await consume(client)
-    assert (len(tokens), len(engine.requests)) == (16, 2)
-
-
-async def test_nobody_listens() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-        async with CompletionsClient(f"http://127.0.0.1:{port}", model="tiny", retries=1) as client:
-            _, error = await consume(client)
-            assert isinstance(error, EngineConnectionError)
-            assert f"127.0.0.1:{port}" in str(error)
-            assert await client.health() is False
-
-
-@pytest.mark.parametrize("after", [0, 1, 5])
-@pytest.mark.parametrize("end", [End.CUT, End.RESET])
-async def test_nothing_is_tried_again_after_the_first_byte(
-    engine: FakeEngine, client: CompletionsClient, after: int, end: End
-) -> None:
-    engine.script(Reply(end_after=after, end=end, pace=0.0))
-    tokens, error = await consume(client)
-    assert isinstance(error, EngineStreamError)
-    assert tokens == first(after)
-    assert len(engine.requests) == 1
-
-
-# Streams that end badly
-
-
-@pytest.mark.parametrize("how", HOW)
-async def test_error_after_tokens(engine: FakeEngine, client: CompletionsClient, how: str) -> None:
-    engine.script(Reply(error_after=3, **HOW[how]))
-    tokens, error = await consume(client)
-    assert tokens == first(3)
-    assert isinstance(error, EngineResponseError)
-    assert (error.message, error.type, error.code) == ("the engine failed", "InternalServerError", 500)
-
-
-async def test_clean_end_of_http_without_an_end_of_the_stream(engine: FakeEngine, client: CompletionsClient) -> None:
-    engine.script(Reply(end_after=3))
-    tokens, error = await consume(client)
-    assert tokens == first(3)
-    assert isinstance(error, EngineStreamError)
-    assert "broke off after 3 tokens" in str(error)
-
-
-@pytest.mark.parametrize("chunked", [True, False])
-async def test_cut_inside_an_event(engine: FakeEngine, client: CompletionsClient, chunked: bool) -> None:
-    body = RECORDED["usage"].body
-    cut = body.index(b"mote", body.index(b"\n\n")) + 2
-    engine.script(Reply(body=body, end_after_bytes=cut, end=End.CUT, chunked=chunked))
-    tokens, error = await consume(client)
-    assert tokens == RECORDED["usage"].tokens[:1]
-    assert isinstance(error, EngineStreamError)
-
-
-async def test_tokens_that_arrived_unread_before_a_break_are_not_lost(
-    engine: FakeEngine, client: CompletionsClient
-) -> None:
-    engine.script(Reply(end_after=5, end=End.CUT, pace=0.01))
-    tokens: list[int | None] = []
-
-    async def read_late() -> None:
-        async for item in client([1], {}):
-            if not tokens:
-                await engine.until(lambda: engine.connections == 0)
-                await connection_lost(client)
-            assert isinstance(item, TokenEvent)
-            tokens.append(item.token_id)
-
-    with pytest.raises(EngineStreamError):
-        await read_late()
-    assert tokens == [0, 1, 2, 3, 4]
-
-
-async def connection_lost(client: CompletionsClient) -> None:
-    """Returns when the client's transport has seen that the engine is gone."""
-    assert client._session is not None
-    assert client._session.connector is not None
-    [protocol] = client._session.connector._acquired
-    for _ in range(1000):
-        if protocol.transport is None:
-            return
-        await asyncio.sleep(0)
-    raise AssertionError("the client still sees a connection")
-
-
-async def test_done_counts_although_the_connection_breaks_after_it(
-    engine: FakeEngine, client: CompletionsClient
-) -> None:
-    engine.script(Reply(tokens=3, end=End.CUT), Reply(tokens=3, end=End.CUT, pace=0.0))
-    for _ in range(2):
-        tokens, completion = await consume(client)
-        assert tokens == first(3)
-        assert isinstance(completion, Completion)
-
-
-async def test_done_counts_although_the_body_does_not_end(
-    engine: FakeEngine, client: CompletionsClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("lmcache_stream.completions.client._DRAIN_TIMEOUT", 0.01)
-    engine.script(Reply(tokens=3, end=End.STALL))
-    tokens, completion = await consume(client)
-    assert tokens == first(3)
-    assert isinstance(completion, Completion)
-    await engine.until(lambda: engine.connections == 0)
-
-
-async def test_idle_timeout_within_the_stream(engine: FakeEngine) -> None:
-    engine.script(Reply(end_after=2, end=End.STALL))
-    async with CompletionsClient(engine.base_url, model="tiny", idle_timeout=0.05) as client:
-        tokens, error = await consume(client)
-        assert tokens == first(2)
-        assert isinstance(error, EngineStreamError)
-        assert "0.05 s (idle_timeout)" in str(error)
-        await engine.disconnected()
-        assert in_use(client) == 0
-
-
-async def test_idle_timeout_before_the_answer(engine: FakeEngine) -> None:
-    engine.script(Reply(header_delay=60))
-    async with CompletionsClient(engine.base_url, model="tiny", idle_timeout=0.05) as client:
-        _, error = await consume(client)
-    assert isinstance(error, EngineConnectionError)
-    assert "idle_timeout" in str(error)
-    assert len(engine.requests) == 1
-
-
-async def test_idle_timeout_measures_the_engine_and_not_its_reader(engine: FakeEngine) -> None:
-    engine.script(Reply(tokens=8, pace=0.15))
-    async with CompletionsClient(engine.base_url, model="tiny", idle_timeout=0.5) as client:
-        batches = client.batches([1], {})
-        assert isinstance(await anext(batches), list)
-        await asyncio.sleep(0.6)
-        assert isinstance([batch async for batch in batches][-1], Completion)
-
-
-async def test_idle_timeout_does_not_bound_the_whole_stream(engine: FakeEngine) -> None:
-    engine.script(Reply(tokens=12, pace=0.05))
-    async with CompletionsClient(engine.base_url, model="tiny", idle_timeout=0.5) as client:
-        tokens, completion = await consume(client)
-    assert len(tokens) == 12
-    assert isinstance(completion, Completion)
-
-
-@pytest.mark.parametrize(
-    ("reply", "kind", "words"),
-    [
-        (Reply(body=b'{"choices": []}', content_type="application/json"), EngineStreamError, "application/json"),
-        (Reply(body=b"<html>Sign <b>in</b></html>", content_type="text/html"), EngineStreamError, "text/html.*Sign in"),
-        (Reply(body=b"data: x\n\n", content_type=""), EngineStreamError, "no content type"),
-        (Reply(body=b'{"error": "no room"}', content_type="application/json"), EngineResponseError, "no room"),
-        (Reply(raw=b"220 smtp ready\r\n\r\n"), EngineStreamError, "no HTTP"),
-        (Reply(raw=b"HTTP/1.1 200 OK\r\ncontent-length: x\r\n\r\n"), EngineStreamError, "no HTTP"),
-    ],
-)
-async def test_answer_that_is_no_event_stream(
-    engine: FakeEngine, client: CompletionsClient, reply: Reply, kind: type[EngineError], words: str
-) -> None:
-    engine.script(reply)
-    with pytest.raises(kind, match=words):
-        async for _ in client([1], {}):
-            pass
-
-
 # Leaving early
 
 
@@ -657,51 +386,6 @@ async def test_closing_the_client_breaks_its_streams_off(engine: FakeEngine) -> 
     await engine.disconnected()
 
 
-# Connections
-
-
-async def test_connections_are_used_again(engine: FakeEngine, client: CompletionsClient) -> None:
-    ways: list[dict[str, Any]] = [{}, {"pace": 0.0}, {"write_size": 100}]
-    for how in ways:
-        engine.script(recorded_reply("usage", **how))
-        await consume(client)
-    await client.models()
-    assert engine.accepted == 1
-
-
-async def test_there_is_no_limit_of_connections(engine: FakeEngine, client: CompletionsClient) -> None:
-    engine.default = Reply(end_after=1, end=End.STALL)
-    tasks = [asyncio.create_task(consume(client)) for _ in range(150)]
-    await engine.until(lambda: len(engine.completions) == 150)
-    assert engine.connections == 150
-    for task in tasks:
-        task.cancel()
-    await asyncio.wait(tasks)
-    await engine.disconnected(150)
-
-
-async def test_a_limit_of_connections_makes_requests_wait(engine: FakeEngine) -> None:
-    engine.default = Reply(tokens=3, pace=0.0)
-    async with CompletionsClient(engine.base_url, model="tiny", max_connections=2, connect_timeout=5) as client:
-        results = await asyncio.gather(*(consume(client) for _ in range(9)))
-    assert all(isinstance(completion, Completion) for _, completion in results)
-    assert engine.accepted <= 2
-
-
-async def test_client_belongs_to_its_first_loop(engine: FakeEngine, client: CompletionsClient) -> None:
-    def on_another_loop(what: Callable[[], Any]) -> None:
-        async def call() -> None:
-            await what()
-
-        with pytest.raises(UsageError, match="another event loop"):
-            asyncio.run(call())
-
-    await client.models()
-    await asyncio.to_thread(on_another_loop, client.models)
-    await asyncio.to_thread(on_another_loop, client.aclose)
-    assert await client.health()
-
-
 # Other questions
 
 
@@ -754,40 +438,6 @@ async def test_answer_that_is_none(
 
 
 # What a server or a user should not be able to do
-
-
-@pytest.mark.parametrize(
-    "raw",
-    [
-        b"HTTP/1.1 200 OK\r\nx: " + b"a" * 2_000_000,
-        b"HTTP/1.1 200 OK\r\n" + b"x: y\r\n" * 200_000 + b"\r\n",
-        b"HTTP/1.1 200 " + b"a" * 2_000_000,
-        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nfffffffffffffffffffff\r\n",
-    ],
-)
-async def test_a_head_without_end_is_refused(engine: FakeEngine, client: CompletionsClient, raw: bytes) -> None:
-    engine.script(Reply(raw=raw), path="/v1/models")
-    with pytest.raises(EngineError) as caught:
-        await client.models()
-    assert len(str(caught.value)) < 1000
-
-
-@pytest.mark.parametrize(
-    "reply",
-    [
-        Reply(body=b" " * (1 << 21), content_type="application/json"),
-        Reply(
-            body=gzip.compress(b" " * (1 << 26)), content_type="application/json", headers={"content-encoding": "gzip"}
-        ),
-    ],
-)
-async def test_an_answer_without_end_is_refused(
-    engine: FakeEngine, client: CompletionsClient, reply: Reply, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("lmcache_stream.completions.client._ANSWER", 1 << 20)
-    engine.script(reply, path="/v1/models")
-    with pytest.raises(EngineResponseError, match="more than 1048576 bytes"):
-        await client.models()
 
 
 @pytest.mark.parametrize(
@@ -869,20 +519,3 @@ async def test_a_key_goes_nowhere_else(engine: FakeEngine) -> None:
                     await client.models()
                 assert SECRET not in str(caught.value)
         assert elsewhere.accepted == 0
-
-
-async def test_a_close_that_takes_too_long_leaves_no_task(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def never(self: object) -> None:
-        await asyncio.Event().wait()
-
-    client = CompletionsClient(engine.base_url, model="tiny")
-    await consume(client)
-    session = client._session
-    assert session is not None
-    before = asyncio.all_tasks()
-    with monkeypatch.context() as patched:
-        patched.setattr(type(session), "close", never)
-        await client.aclose(timeout=0.01)
-    await asyncio.sleep(0)
-    assert asyncio.all_tasks() <= before
-    await session.close()

@@ -10,7 +10,7 @@ import random
 import signal
 import sys
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from lmcache_stream.batch import AsyncBatchedStream, LMCacheBatchedStream
-from lmcache_stream.batch_journal import _Change
+from lmcache_stream.batch.entries import Change
 from lmcache_stream.editors import StreamingLLM
 from lmcache_stream.errors import LMCacheBatchedStreamError, LMCacheStreamError, UsageError
 from lmcache_stream.journal import Journal
@@ -31,9 +31,8 @@ from lmcache_stream.state import StreamState
 from lmcache_stream.stream import AsyncLMCacheStream, LMCacheStream
 from lmcache_stream.testing import FakeEngine, RecordedRequest, Reply
 from lmcache_stream.testing.fake_cache_server import FakeCacheServer
-
-from . import batch_job
-from .engines import GEOMETRY, MODEL, AsyncCountingEngine, CountingEngine
+from tests.batch import job
+from tests.engines import GEOMETRY, MODEL, AsyncCountingEngine, CountingEngine
 
 PREFILL: dict[str, Any] = {"temperature": 0}
 DECODE: dict[str, Any] = {"max_tokens": 3}
@@ -65,7 +64,7 @@ def step_of(request: RecordedRequest, edited: Mapping[tuple[int, ...], int]) -> 
     prompt = tuple(request.json["prompt"])
     if prompt in edited:
         return edited[prompt], 2
-    return batch_job.prompts().index(list(prompt)), 0
+    return job.prompts().index(list(prompt)), 0
 
 
 @pytest.mark.timeout(600)
@@ -73,16 +72,16 @@ async def test_a_program_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> 
     chance = random.Random(7)
     journal, out = tmp_path / "batch.jsonl", tmp_path / "out.json"
     before: set[tuple[int, int]] = set()
-    with FakeCacheServer(chunk_size=batch_job.CHUNK) as server:
-        server.serve(batch_job.MODEL, batch_job.GEOMETRY)
+    with FakeCacheServer(chunk_size=job.CHUNK) as server:
+        server.serve(job.MODEL, job.GEOMETRY)
         reply = Reply(tokens=answer, pace=0.005)
-        async with FakeEngine(model=batch_job.MODEL, default=reply, cache=server) as engine:
+        async with FakeEngine(model=job.MODEL, default=reply, cache=server) as engine:
             urls = (engine.base_url, server.url, server.http_url)
-            unbroken = await batch_job.run_job(*urls, None)
+            unbroken = await job.run_job(*urls, None)
             assert unbroken.pop("restored") == [0, 0, 0]
-            edited = {tuple(ids[: -batch_job.OUTPUT]): index for index, ids in enumerate(unbroken["sequences"])}
+            edited = {tuple(ids[: -job.OUTPUT]): index for index, ids in enumerate(unbroken["sequences"])}
 
-            command = (sys.executable, "-m", "tests.batch_job", *urls, os.fspath(journal), os.fspath(out))
+            command = (sys.executable, "-m", "tests.batch.job", *urls, os.fspath(journal), os.fspath(out))
             for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, None):
                 before = finished(journal)
                 engine.requests.clear()
@@ -90,7 +89,7 @@ async def test_a_program_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> 
                     *command,
                     env={**os.environ, "OMP_NUM_THREADS": "1"},
                     stderr=asyncio.subprocess.DEVNULL,
-                    cwd=Path(__file__).parents[1],
+                    cwd=Path(__file__).parents[2],
                 )
                 if number is not None:
                     at = chance.randint(3, 5)
@@ -103,7 +102,7 @@ async def test_a_program_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> 
             restored = found.pop("restored")
             assert found == unbroken
             assert restored == [len([stream for stream, step in before if step == phase]) for phase in range(3)]
-            assert 0 < sum(restored) < 3 * batch_job.STREAMS
+            assert 0 < sum(restored) < 3 * job.STREAMS
 
 
 # In one process
@@ -119,21 +118,6 @@ class Failing(AsyncCountingEngine):
             raise RuntimeError("no")
         async for item in super().__call__(ids, params, salt):
             yield item
-
-
-@pytest.fixture
-def cache() -> Iterator[EmbeddedCache]:
-    opened = EmbeddedCache.open(f"memory://{uuid.uuid4().hex}?chunk_size=4")
-    opened.register_model(MODEL, GEOMETRY)
-    yield opened
-    opened.unregister_model(MODEL)
-    opened.close()
-
-
-@pytest.fixture
-async def ctx(cache: EmbeddedCache) -> AsyncIterator[AsyncKVCacheContext]:
-    async with aconnect(f"memory://{cache.name}") as opened:
-        yield opened
 
 
 def half(kv: torch.Tensor, tokens: list[int]) -> tuple[torch.Tensor, list[int]]:
@@ -262,7 +246,7 @@ async def test_what_failed_may_be_tried_with_other_parameters(
 
 
 def test_all_of_a_streams_state_is_kept() -> None:
-    kept = {*_Change.__struct_fields__, "last_metrics", "last_receipt"} - {"keep", "then"}
+    kept = {*Change.__struct_fields__, "last_metrics", "last_receipt"} - {"keep", "then"}
     derived = {"tokens": "keep", "text_parts": "text", "decoded": "generated", "original_salt": "prompt"}
     assert {derived.get(each.name, each.name) for each in fields(StreamState)} <= kept | {"keep", "prompt"}
 

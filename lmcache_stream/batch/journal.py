@@ -7,31 +7,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import re
 import time
-from array import array
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 import msgspec
-import torch
 
-from lmcache_stream.editors.base import Editor
+from lmcache_stream.batch.entries import Asked, Done, Member, Run, apply, digest_of, encode_asked, entry_of
 from lmcache_stream.errors import CacheError, LMCacheStreamError, UsageError
+from lmcache_stream.finishing import to_the_end
 from lmcache_stream.journal import Journal, JournalContent
-from lmcache_stream.metrics import StreamPerfMetrics
-from lmcache_stream.state import ModifyReceipt, StreamState, whole_chunks
+from lmcache_stream.state import StreamState, whole_chunks
 
 if TYPE_CHECKING:
     import os
 
     from lmcache_stream.stream import AsyncLMCacheStream
 
-__all__ = ["BatchJournal", "Call", "JournaledPhase", "describe"]
+__all__ = ["BatchJournal", "Call", "JournaledPhase"]
 
 HEADER: Final = {"of": "batch"}
 SYNC_EVERY: Final = 5.0
@@ -45,102 +41,6 @@ DONE_ANEW: Final = 4
 
 RESTORED_AT_ONCE: Final = 64
 """Streams that are restored before others get their turn on the event loop."""
-
-_encode = msgspec.json.Encoder(enc_hook=repr, order="deterministic").encode
-
-
-class _Run(msgspec.Struct, frozen=True, tag="run", tag_field="kind"):
-    """What follows was done by another process."""
-
-
-class _Member(msgspec.Struct, frozen=True, tag="stream", tag_field="kind"):
-    """A stream as it was added: its place in the batch, and a digest of its ids and salt."""
-
-    stream: int
-    prompt: str
-
-
-class _Asked(msgspec.Struct, frozen=True, tag="call", tag_field="kind"):
-    """What a phase asked of its streams."""
-
-    call: int
-    asked: dict[str, Any]
-
-
-class _Change(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What an operation did to a stream.
-
-    Args:
-        keep: How many ids, of those before it with their suffix, its ids begin with.
-        then: Its other ids; None: those that were generated.
-        generated: Ids that were generated.
-        text: Text that came with them.
-    """
-
-    keep: int
-    then: list[int] | None = None
-    suffix: list[int] = []
-    salt: str = ""
-    expected: int = 0
-    stored: int = 0
-    fingerprint: list[list[int]] | None = None
-    unverified: bool = False
-    shared: bool = False
-    lost: int = 0
-    generated: list[int] = []
-    text: str = ""
-    done: bool = False
-    finish_reason: str | None = None
-
-
-class _Request(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The figures of a request; arrivals in seconds since it was sent."""
-
-    duration: float
-    input_tokens: int
-    times: list[float] = []
-    cached_tokens: int | None = None
-    edit_shortfall: int = 0
-
-
-class _Receipt(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The receipt of an edit, without the positions that it kept."""
-
-    tokens_before: int
-    tokens_after: int
-    asked: float | int | None = None
-    chunks_stored: int = 0
-    recomputed: int = 0
-    bytes_moved: int = 0
-    seconds: dict[str, float] = {}
-    salt: str = ""
-    stored: bool = True
-
-
-class _Done(msgspec.Struct, frozen=True, omit_defaults=True, tag="done", tag_field="kind"):
-    """One operation of one stream.
-
-    Args:
-        stream: Its place in the batch.
-        step: How many operations of it came before; what the journal has from there on no longer holds.
-        call: What was asked.
-        at: Seconds since the phase began.
-        change: What became of the stream.
-        request: Of a request, and of one in which edits were made.
-        receipt: Of an edit, and of the last one in a request.
-        error: Why it failed; empty if it did not.
-        run: Which process did it; set when the journal is read.
-    """
-
-    stream: int
-    step: int
-    call: int
-    at: float
-    change: _Change
-    request: _Request | None = None
-    receipt: _Receipt | None = None
-    error: str = ""
-    run: int = -1
 
 
 @dataclass(frozen=True)
@@ -176,7 +76,7 @@ class _Kept:
     state: StreamState
     fresh: StreamState
     known: StreamState
-    entries: list[_Done] = field(default_factory=list)
+    entries: list[Done] = field(default_factory=list)
     taken: int = 0
     operations: list[tuple[int, Operation, str]] = field(default_factory=list)
     is_restored: bool = False
@@ -210,7 +110,7 @@ class BatchJournal:
         self._phases = 0
         self._opening = asyncio.Lock()
         self.doing_anew: asyncio.Semaphore = asyncio.Semaphore(DONE_ANEW)
-        self._read: dict[int, tuple[str, list[_Done]]] = {}
+        self._read: dict[int, tuple[str, list[Done]]] = {}
 
     def add(self, stream_id: str, state: StreamState) -> None:
         """Keep a stream, which is known by its place in the batch from now on."""
@@ -241,11 +141,9 @@ class BatchJournal:
                 yield phase
             finally:
                 syncing.cancel()
-                await _to_the_end(syncing)
+                await to_the_end(asyncio.wait([syncing]))
         finally:
-            letting_go = asyncio.create_task(self._let_go())
-            await _to_the_end(letting_go)
-            letting_go.result()
+            await to_the_end(self._let_go())
         if phase.error is not None:
             raise phase.error
 
@@ -275,7 +173,7 @@ class BatchJournal:
         journal, content = Journal.open(self._path, HEADER)
         try:
             self._take_over(content)
-            journal.append(_Run())
+            journal.append(Run())
         except BaseException:
             journal.close()
             raise
@@ -285,15 +183,15 @@ class BatchJournal:
         if content.header != HEADER:
             raise UsageError(f"{self._path} is no journal of a batch: name another file")
         entry: Any
-        for entry in content.entries(_Run | _Member | _Asked | _Done):
+        for entry in content.entries(Run | Member | Asked | Done):
             match entry:
-                case _Run():
+                case Run():
                     self._run += 1
-                case _Member():
+                case Member():
                     self._read[entry.stream] = entry.prompt, []
-                case _Asked():
-                    self._calls[_encode(entry.asked)] = entry.call
-                case _Done():
+                case Asked():
+                    self._calls[encode_asked(entry.asked)] = entry.call
+                case Done():
                     entries = self._read[entry.stream][1]
                     entries[entry.step :] = [msgspec.structs.replace(entry, run=self._run)]
 
@@ -307,10 +205,10 @@ class BatchJournal:
         assert self._journal is not None
         added = list(self._kept.values())[self._members :]
         for kept in added:
-            prompt = _digest(kept.fresh)
+            prompt = digest_of(kept.fresh)
             known = self._read.get(kept.index)
             if known is None:
-                self._journal.append(_Member(kept.index, prompt))
+                self._journal.append(Member(kept.index, prompt))
             elif known[0] != prompt:
                 raise UsageError(
                     f"stream {kept.index} of this batch (the first is 0) has another prompt or salt than in "
@@ -322,9 +220,9 @@ class BatchJournal:
 
     def _call(self, call: Call) -> int:
         assert self._journal is not None
-        asked = _encode(call.asked)
+        asked = encode_asked(call.asked)
         if asked not in self._calls:
-            self._journal.append(_Asked(len(self._calls), msgspec.json.decode(asked)))
+            self._journal.append(Asked(len(self._calls), msgspec.json.decode(asked)))
             self._calls[asked] = len(self._calls)
         return self._calls[asked]
 
@@ -384,7 +282,8 @@ class JournaledPhase:
             kept.taken += 1
             kept.is_restored = True
             kept.operations.append((self._call, operation, entry.error))
-            _restore(kept, entry)
+            apply(entry, kept.known)
+            _become(kept.state, kept.known)
             self._seconds[entry.run] = max(self._seconds.get(entry.run, 0.0), entry.at)
             if entry.error:
                 failures[stream_id] = LMCacheStreamError(f"in an earlier run: {entry.error}")
@@ -434,20 +333,19 @@ class JournaledPhase:
             kept.is_lost = True
             return
         kept.operations.append((call, operation, error))
-        state = kept.state
-        entry = _Done(
+        entry = entry_of(
+            kept.known,
+            kept.state,
             stream=kept.index,
             step=len(kept.entries),
             call=call,
             at=time.perf_counter() - self._began if at is None else at,
-            change=_change(kept.known, state),
-            request=_request(outcome) if isinstance(outcome, StreamPerfMetrics) else None,
-            receipt=_receipt(state.last_receipt) if state.last_receipt is not kept.known.last_receipt else None,
+            outcome=outcome,
             error=error,
         )
         kept.entries.append(entry)
         kept.taken = len(kept.entries)
-        kept.known = state.copy()
+        kept.known = kept.state.copy()
         assert self._batch._journal is not None
         try:
             await _in_thread(self._batch._journal.append, entry)
@@ -458,23 +356,7 @@ class JournaledPhase:
 
 async def _in_thread(work: Callable[..., T], *args: object) -> T:
     """Do something that blocks, to its end, whatever happens to the caller."""
-    future = asyncio.get_running_loop().run_in_executor(None, work, *args)
-    await _to_the_end(future)
-    return future.result()
-
-
-async def _to_the_end(future: asyncio.Future[Any]) -> None:
-    """Wait until it is done; a cancellation of the caller counts only then."""
-    cancelled: asyncio.CancelledError | None = None
-    while not future.done():
-        try:
-            await asyncio.wait({future})
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        if not future.cancelled():
-            future.exception()
-        raise cancelled
+    return await to_the_end(asyncio.get_running_loop().run_in_executor(None, work, *args))
 
 
 async def _has_kv(stream: AsyncLMCacheStream, edits: bool) -> bool:
@@ -489,87 +371,7 @@ async def _has_kv(stream: AsyncLMCacheStream, edits: bool) -> bool:
         return True
 
 
-def describe(editor: object) -> str:
-    """An editor or a function in words that are the same in another process."""
-    words = repr(editor) if isinstance(editor, Editor) else getattr(editor, "__qualname__", type(editor).__name__)
-    return re.sub(r" at 0x[0-9a-f]+", "", words)
-
-
-def _digest(state: StreamState) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for ids in (state.tokens, state.suffix):
-        digest.update(array("q", ids).tobytes() + b"|")
-    digest.update(state.original_salt.encode())
-    return digest.hexdigest()
-
-
-def _change(before: StreamState, after: StreamState) -> _Change:
-    keep = _common([*before.tokens, *before.suffix], after.tokens)
-    then, generated = after.tokens[keep:], after.generated[len(before.generated) :]
-    return _Change(
-        keep=keep,
-        then=None if then == generated else then,
-        suffix=after.suffix.copy(),
-        salt=after.salt,
-        expected=after.expected,
-        stored=after.stored,
-        fingerprint=after.fingerprint.tolist() if after.fingerprint is not None else None,
-        unverified=after.unverified,
-        shared=after.shared,
-        lost=after.lost,
-        generated=generated,
-        text="".join(after.text_parts[len(before.text_parts) :]),
-        done=after.done,
-        finish_reason=after.finish_reason,
-    )
-
-
-def _common(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many ids both begin with."""
-    most = min(len(first), len(second))
-    if first[:most] == second[:most]:
-        return most
-    return next(at for at in range(most) if first[at] != second[at])
-
-
-def _restore(kept: _Kept, entry: _Done) -> None:
-    change, state = entry.change, kept.known
-    then = change.generated if change.then is None else change.then
-    state.tokens = [*[*state.tokens, *state.suffix][: change.keep], *then]
-    state.suffix = change.suffix.copy()
-    state.generated += change.generated
-    state.decoded += len(change.generated)
-    if change.text:
-        state.text_parts.append(change.text)
-    for name in ("salt", "expected", "stored", "unverified", "shared", "lost", "done", "finish_reason"):
-        setattr(state, name, getattr(change, name))
-    state.fingerprint = torch.tensor(change.fingerprint) if change.fingerprint is not None else None
-    if entry.request is not None:
-        figures = msgspec.structs.asdict(entry.request)
-        state.last_metrics = StreamPerfMetrics.from_times(start=0.0, end=figures.pop("duration"), **figures)
-    if entry.receipt is not None:
-        state.last_receipt = ModifyReceipt(**msgspec.structs.asdict(entry.receipt))
-    _become(kept.state, state)
-
-
 def _become(state: StreamState, other: StreamState) -> None:
     copy = other.copy()
     for each in fields(StreamState):
         setattr(state, each.name, getattr(copy, each.name))
-
-
-def _request(metrics: StreamPerfMetrics) -> _Request:
-    return _Request(
-        duration=metrics.duration,
-        input_tokens=metrics.input_tokens,
-        times=list(metrics.times),
-        cached_tokens=metrics.cached_tokens,
-        edit_shortfall=metrics.edit_shortfall,
-    )
-
-
-def _receipt(receipt: ModifyReceipt | None) -> _Receipt | None:
-    if receipt is None:
-        return None
-    values = {name: getattr(receipt, name) for name in _Receipt.__struct_fields__}
-    return _Receipt(**{**values, "seconds": dict(receipt.seconds)})

@@ -1,4 +1,4 @@
-"""A user's program that runs a batch with a journal: `python -m tests.batch_job`."""
+"""A user's program that runs a batch with a journal: `python -m tests.batch.job`."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ import asyncio
 import io
 import json
 import threading
-import uuid
-from collections.abc import AsyncIterator, Generator, Iterator, Mapping
+from collections.abc import AsyncIterator, Generator, Mapping
 from typing import Any
 
 import pytest
@@ -19,30 +18,14 @@ from lmcache_stream.errors import (
     StreamTimeout,
     UsageError,
 )
-from lmcache_stream.kvcache import AsyncKVCacheContext, aconnect, connect
+from lmcache_stream.kvcache import AsyncKVCacheContext, connect
 from lmcache_stream.kvcache.memory import EmbeddedCache
 from lmcache_stream.progress import PhaseProgress
 from lmcache_stream.stream import AsyncLMCacheStream, LMCacheStream
 from lmcache_stream.types import Completion, TokenEvent
-
-from .engines import GEOMETRY, MODEL, AsyncCountingEngine, CountingEngine
+from tests.engines import AsyncCountingEngine, CountingEngine
 
 PREFILL: dict[str, Any] = {"temperature": 0}
-
-
-@pytest.fixture
-def cache() -> Iterator[EmbeddedCache]:
-    opened = EmbeddedCache.open(f"memory://{uuid.uuid4().hex}?chunk_size=4")
-    opened.register_model(MODEL, GEOMETRY)
-    yield opened
-    opened.unregister_model(MODEL)
-    opened.close()
-
-
-@pytest.fixture
-async def ctx(cache: EmbeddedCache) -> AsyncIterator[AsyncKVCacheContext]:
-    async with aconnect(f"memory://{cache.name}") as opened:
-        yield opened
 
 
 def fill(batch: AsyncBatchedStream, ctx: AsyncKVCacheContext, engine: CountingEngine, count: int) -> list[str]:
@@ -218,34 +201,39 @@ class Gauge:
     async def __aexit__(self, *_: object) -> None:
         self.now -= 1
 
+    async def edit(self, kv: torch.Tensor, tokens: list[int]) -> tuple[torch.Tensor, list[int]]:
+        async with self:
+            await self.all_in.wait()
+            return kv, tokens
+
+
+class Gauged(AsyncCountingEngine):
+    def __init__(self, cache: EmbeddedCache, gauge: Gauge) -> None:
+        super().__init__(cache)
+        self.gauge = gauge
+
+    async def __call__(  # type: ignore[override]
+        self, ids: list[int], params: Mapping[str, Any], salt: str, /
+    ) -> AsyncIterator[TokenEvent | Completion]:
+        async with self.gauge:
+            await self.gauge.all_in.wait()
+            async for item in super().__call__(ids, params, salt):
+                yield item
+
 
 async def test_phases_are_bounded_as_documented(ctx: AsyncKVCacheContext, cache: EmbeddedCache) -> None:
     gauge = Gauge()
 
-    class Gauged(AsyncCountingEngine):
-        async def __call__(  # type: ignore[override]
-            self, ids: list[int], params: Mapping[str, Any], salt: str, /
-        ) -> AsyncIterator[TokenEvent | Completion]:
-            async with gauge:
-                await gauge.all_in.wait()
-                async for item in super().__call__(ids, params, salt):
-                    yield item
-
     batch = AsyncBatchedStream(progress=False)
-    fill(batch, ctx, Gauged(cache), 20)
+    fill(batch, ctx, Gauged(cache, gauge), 20)
     gauge.wait_for = 20
     await batch.prefill(PREFILL)
     assert gauge.most == 20
 
-    async def gauged_edit(kv: torch.Tensor, tokens: list[int]) -> tuple[torch.Tensor, list[int]]:
-        async with gauge:
-            await gauge.all_in.wait()
-            return kv, tokens
-
     for bound, expected in ((None, 4), (7, 7)):
         gauge.most, gauge.wait_for = 0, expected
         gauge.all_in.clear()
-        await batch.modify(gauged_edit, max_concurrency=bound)
+        await batch.modify(gauge.edit, max_concurrency=bound)
         assert gauge.most == expected
 
     gauge.most, gauge.wait_for = 0, 3
@@ -338,27 +326,13 @@ async def test_the_batchs_own_bound_holds_in_every_phase(ctx: AsyncKVCacheContex
     gauge = Gauge()
     gauge.wait_for = 2
 
-    class Gauged(AsyncCountingEngine):
-        async def __call__(  # type: ignore[override]
-            self, ids: list[int], params: Mapping[str, Any], salt: str, /
-        ) -> AsyncIterator[TokenEvent | Completion]:
-            async with gauge:
-                await gauge.all_in.wait()
-                async for item in super().__call__(ids, params, salt):
-                    yield item
-
-    async def gauged_edit(kv: torch.Tensor, tokens: list[int]) -> tuple[torch.Tensor, list[int]]:
-        async with gauge:
-            await gauge.all_in.wait()
-            return kv, tokens
-
     batch = AsyncBatchedStream(progress=False, max_concurrency=2)
-    fill(batch, ctx, Gauged(cache), 8)
+    fill(batch, ctx, Gauged(cache, gauge), 8)
     await batch.prefill(PREFILL)
     assert gauge.most == 2
     gauge.most = 0
     gauge.all_in.clear()
-    await batch.modify(gauged_edit)
+    await batch.modify(gauge.edit)
     assert gauge.most == 2
     gauge.most = 0
     gauge.all_in.clear()

@@ -1,0 +1,22 @@
+"""What a benchmark's commands tell on standard error while they work."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+__all__ = ["find_smollm2", "say"]
+
+
+def say(line: str) -> None:
+    """Tell a line."""
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
+
+
+def find_smollm2() -> Path:
+    """The folder of SmolLM2-135M-Instruct, announced, since it may take a while."""
+    from lmcache_stream.engine import ensure_smollm2
+
+    say("Looking for SmolLM2-135M-Instruct; the first time, it is fetched and converted.")
+    return ensure_smollm2()
