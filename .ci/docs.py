@@ -19,6 +19,7 @@ OUT = Path(__file__).parent.parent / "build" / "docs"
 INTERNAL = {
     "addresses",
     "batch_journal",
+    "bodies",
     "callables",
     "catalogue",
     "cli",
