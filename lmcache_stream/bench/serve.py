@@ -157,7 +157,8 @@ class _Bench:
     def finish(self, *, interrupted: bool) -> dict[str, Any]:
         from lmcache_stream.bench.live import table_width
         from lmcache_stream.bench.report import render_report, tables
-        from lmcache_stream.bench.result import build_result, write_result
+        from lmcache_stream.bench.result import build_result
+        from lmcache_stream.bench.result_file import write_result
 
         assert self.ran is not None
         assert self._ledger is not None
