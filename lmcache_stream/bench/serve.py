@@ -97,10 +97,14 @@ class _Bench:
     """One call of the benchmark: everything that can be wrong is found before the work begins."""
 
     def __init__(self, options: ServeOptions, say: Callable[[str], object]) -> None:
+        from lmcache_stream.bench.datasets import check_file
+
         self.options = options
         self.ran: Run | None = None
         self._say = say
         self._editors = _editors(options)
+        if options.dataset_path is not None:
+            check_file(options.dataset_path)
         self._quality = read_quality(options.quality) if options.quality is not None else None
         self._ledger: Ledger | None = None
         self._journal: Journal | None = None
