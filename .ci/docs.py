@@ -18,6 +18,7 @@ OUT = Path(__file__).parent.parent / "build" / "docs"
 # Rooms that nobody imports from.
 INTERNAL = {
     "addresses",
+    "bodies",
     "callables",
     "catalogue",
     "cli",

@@ -12,18 +12,19 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final, get_args
 
 from rich import box
-from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from lmcache_stream.console import add_json_flag
+from lmcache_stream.console import add_json_flag, open_console
 from lmcache_stream.editors import registry
 from lmcache_stream.editors.base import Editor, Scope
 from lmcache_stream.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+
+    from rich.console import Console
 
 __all__ = ["Method", "Parameter", "add_arguments", "describe", "run"]
 
@@ -108,7 +109,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json is not None:
         options.json.write({"editors": [asdict(method) for method in methods]})
     else:
-        console = Console(force_jupyter=False, highlight=False)
+        console = open_console()
         for method in methods:
             _show(method, console) if options.names else _list(method, console)
     return int(any(method.problem for method in methods))

@@ -5,16 +5,20 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
+import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import IO, TYPE_CHECKING, Any, Final
 
 from lmcache_stream.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-__all__ = ["JsonOutput", "add_json_file", "add_json_flag"]
+    from rich.console import Console
+
+__all__ = ["JsonOutput", "add_json_file", "add_json_flag", "open_console"]
 
 STANDARD_OUTPUT: Final = "-"
 
@@ -92,3 +96,26 @@ def add_json_file(parser: argparse._ActionsContainer) -> None:
         metavar="FILE",
         help="write one JSON object to this file, too; without a file, print it, and the tables to standard error",
     )
+
+
+def open_console(file: IO[str] | None = None, *, width: int | None = None) -> Console:
+    """What prints tables and styled words.
+
+    There is no escape sequence in them but on a terminal that is not dumb, where `NO_COLOR` is not set.
+
+    Args:
+        file: Where they go; None for the standard output of this moment.
+        width: Columns; None for those of the terminal.
+    """
+    from rich.console import Console
+
+    out = sys.stdout if file is None else file
+    # Decided here, not by FORCE_COLOR: Jupyter sets that for output that no terminal shows.
+    styled = out.isatty() and not os.environ.get("NO_COLOR")
+    console = Console(
+        file=out, width=width, force_jupyter=False, highlight=False, color_system="auto" if styled else None
+    )
+    if console.is_dumb_terminal:  # which rich takes for 80 columns wide, unless it is told both
+        size = shutil.get_terminal_size()
+        console.width, console.height = width or size.columns, size.lines
+    return console

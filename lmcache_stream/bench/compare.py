@@ -10,18 +10,19 @@ from pathlib import Path
 from typing import Any, Final
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from lmcache_stream.bench.quality_lines import read_quality
-from lmcache_stream.bench.result import read_result, write_result
-from lmcache_stream.console import add_json_flag
+from lmcache_stream.bench.result_file import read_result, write_result
+from lmcache_stream.console import add_json_flag, open_console
 from lmcache_stream.errors import UsageError
 
 __all__ = ["Row", "add_arguments", "compare", "run"]
 
 NORMAL_95: Final = 1.959963984540054
+WIDE: Final = 80
+"""Columns that a table takes with a column of its own for intervals."""
 
 FIGURES: Final = {
     "completed": "Successful requests",
@@ -144,16 +145,20 @@ def _interval(metric: str, first: Mapping[str, Any], second: Mapping[str, Any]) 
 
 
 def _show(names: list[str], rows: list[Row]) -> None:
-    console = Console(force_jupyter=False, highlight=False)
+    console = open_console()
     for letter, name in zip("AB", names, strict=True):
         console.print(Text(f"{letter}  {name}"))
     table = Table(box=box.ROUNDED)
-    for heading in ("", "A", "B", "B / A", "95 %"):
-        table.add_column(heading, justify="right" if heading else "left")
+    wide = console.width >= WIDE
+    for heading in ("", "A", "B", *(("B / A", "95 %") if wide else ("B / A\n95 %",))):
+        table.add_column(
+            heading, justify="right" if heading else "left", overflow="fold", no_wrap=heading in ("A", "B")
+        )
     for row in rows:
         ratio = "-" if row.ratio is None else f"{row.ratio:.3f}"
         interval = "-" if row.interval is None else f"{row.interval[0]:.3f} to {row.interval[1]:.3f}"
-        table.add_row(row.label, _number(row.first), _number(row.second), ratio, interval)
+        of_both = [ratio, interval] if wide else [f"{ratio}\n{interval}" if row.interval else ratio]
+        table.add_row(Text(row.label), _number(row.first), _number(row.second), *of_both)
     console.print(table)
 
 

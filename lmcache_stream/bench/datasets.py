@@ -19,7 +19,7 @@ from lmcache_stream.errors import UsageError
 if TYPE_CHECKING:
     from lmcache_stream.bench.config import ServeOptions
 
-__all__ = ["Sample", "Tokenizer", "check_asked_lengths", "check_lengths", "digest", "load_samples"]
+__all__ = ["Sample", "Tokenizer", "check_asked_lengths", "check_file", "check_lengths", "digest", "load_samples"]
 
 _REENCODINGS: Final = 10
 _SHORTEST: Final = 4
@@ -66,6 +66,18 @@ class Tokenizer(Protocol):
 
     def chat(self, text: str) -> str:
         """A user's message in the model's chat template."""
+
+
+def check_file(path: Path) -> None:
+    """Look before the work whether the file of prompts can be read.
+
+    Raises:
+        UsageError: It cannot.
+    """
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        raise _unreadable(path, error) from error
 
 
 def load_samples(options: ServeOptions, tokenizer: Tokenizer) -> list[Sample]:
@@ -223,7 +235,11 @@ def _content(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise UsageError(f"cannot read --dataset-path {path}: {error.strerror}") from error
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> UsageError:
+    return UsageError(f"cannot read --dataset-path {path}: {error.strerror}; it takes a file of prompts")
 
 
 def _sharegpt(options: ServeOptions, tokenizer: Tokenizer, pairs: list[tuple[str, str]]) -> list[Sample]:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -19,7 +18,7 @@ from lmcache_stream.bench.config import EditorSpec, ServeOptions
 from lmcache_stream.bench.interrupts import run_until_interrupt
 from lmcache_stream.bench.live import table_width
 from lmcache_stream.bench.prompts import Prompt, read_prompts, shipped_prompts
-from lmcache_stream.console import add_json_file
+from lmcache_stream.console import add_json_file, open_console
 from lmcache_stream.errors import UsageError
 
 if TYPE_CHECKING:
@@ -171,7 +170,7 @@ def show(report: Report, prompts: list[Prompt], edit: str) -> None:
     """Print the tables of the phases, then every answer with all of its KV beside the one with the edited KV."""
     for metrics in (report.prefill, report.modify, report.decode):
         metrics.emit()
-    console = Console(width=table_width(), force_jupyter=False)
+    console = open_console(width=table_width())
     table = Table(title=Text("Answers", style="bold"), title_justify="left", box=box.ROUNDED, show_lines=True)
     for column, ratio in (("Question", 4), ("With all of its KV", 5), (f"With {edit}", 5)):
         table.add_column(column, ratio=ratio, overflow="fold")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmcache_stream.bench.datasets import Tokenizer
 from lmcache_stream.completions import CompletionsClient
-from lmcache_stream.errors import CacheError, EngineError, LMCacheError, UsageError
+from lmcache_stream.errors import CacheError, EngineError, EngineResponseError, LMCacheError, UsageError
 from lmcache_stream.geometry import KVGeometry
 from lmcache_stream.kvcache import AsyncKVCacheContext, aconnect
 
@@ -131,8 +131,12 @@ async def _cards(client: CompletionsClient) -> list[ModelCard]:
     try:
         cards = await client.models()
     except EngineError as error:
+        if isinstance(error, EngineResponseError) and error.status in (401, 403):
+            raise UsageError(f"{client.base_url} wants its key: {error}; set OPENAI_API_KEY to it") from error
+        scheme = ", or its scheme, to http://" if client.base_url.startswith("https:") else ""
         raise UsageError(
             f"--base-url leads to no engine: {error}; start one, as `lmcache-stream up` does, or correct the address"
+            f"{scheme}"
         ) from error
     if not cards:
         raise UsageError(f"--base-url {client.base_url} serves no model")
@@ -146,7 +150,7 @@ def _choose(cards: Sequence[ModelCard], model: str | None, base_url: str) -> Mod
     for card in cards:
         if model and card.root and Path(model).is_dir() and Path(model).resolve() == Path(card.root).resolve():
             return card
-    raise UsageError(f"{base_url} does not serve --model {model}, but {', '.join(card.id for card in cards)}")
+    raise UsageError(f"{base_url} does not serve --model {model}: give one of {', '.join(card.id for card in cards)}")
 
 
 async def _connected(

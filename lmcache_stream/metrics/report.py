@@ -9,10 +9,10 @@ import sys
 from typing import TYPE_CHECKING
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lmcache_stream.console import open_console
 from lmcache_stream.errors import UsageError
 
 if TYPE_CHECKING:
@@ -92,17 +92,13 @@ class Metrics:
     def emit(self, file: IO[str] | None = None) -> None:
         """Write the report to `file` (default: standard output) in its format.
 
-        A table has colours only where `file` is a terminal and `NO_COLOR` is not set.
+        A table has colours and bold type only where `file` is a terminal and `NO_COLOR` is not set.
         """
         out = sys.stdout if file is None else file
         if self.fmt == "json":
             out.write(json.dumps(_finite(self.to_dict()), indent=2, allow_nan=False) + "\n")
         else:
-            # Decided here, not by FORCE_COLOR: Jupyter sets that for output that no terminal shows.
-            console = Console(
-                file=out, width=self.width, force_jupyter=False, color_system="auto" if out.isatty() else None
-            )
-            console.print(self._table())
+            open_console(out, width=self.width).print(self._table())
 
     def _table(self) -> Table:
         table = Table(

@@ -11,8 +11,8 @@ import pytest
 
 from lmcache_stream.bench import compare
 from lmcache_stream.errors import UsageError
+from tests.bench.results import RECORDED
 from tests.bench.test_report import edited, plain, quality_file
-from tests.bench.test_result import RECORDED
 
 
 def row(rows: list[compare.Row], label: str) -> compare.Row:

@@ -19,8 +19,9 @@ from lmcache_stream.bench.report import render_report, tables
 from lmcache_stream.bench.svg import INK, chart
 from lmcache_stream.errors import UsageError
 from lmcache_stream.plots import plot_latencies
+from tests.bench.results import RECORDED, about, finished, options, trace
 from tests.bench.test_quality import small
-from tests.bench.test_result import RECORDED, TestEditedRuns, about, finished, options, trace
+from tests.bench.test_result import TestEditedRuns
 
 CHROMIUM = Path("/usr/bin/chromium")
 EXTERNAL = re.compile(

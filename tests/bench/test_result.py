@@ -1,149 +1,25 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
-from lmcache_stream.bench.config import ServeOptions, load_options
 from lmcache_stream.bench.records import (
     GENERATE,
     EditRecord,
     EditWhileDecoding,
-    Entry,
     Ledger,
     PhaseRecord,
     RequestRecord,
 )
-from lmcache_stream.bench.result import Run, build_result, flat_keys, read_result, write_result
+from lmcache_stream.bench.result import build_result
+from lmcache_stream.bench.result_file import read_result, write_result
 from lmcache_stream.bench.runner import BASELINE, SHARED
 from lmcache_stream.errors import UsageError
-
-RECORDED = Path(__file__).parents[1] / "data" / "vllm-bench-serve.json"
-
-
-def options(**given: Any) -> ServeOptions:
-    return load_options(environ={}, **given)
-
-
-def recorded() -> tuple[dict[str, Any], list[RequestRecord]]:
-    """A result of `vllm bench serve`, and the requests that it is about."""
-    result = json.loads(RECORDED.read_text())
-    records = []
-    for index, ttft in enumerate(result["ttfts"]):
-        arrivals = np.cumsum([ttft, *result["itls"][index]]).tolist()
-        records.append(
-            RequestRecord(
-                run=GENERATE,
-                phase="generate",
-                index=index,
-                start=result["start_times"][index],
-                duration=arrivals[-1],
-                queue=result["queue_times"][index],
-                input_tokens=result["input_lens"][index],
-                events=[(at, 1) for at in arrivals],
-                text=result["generated_texts"][index],
-            )
-        )
-    return result, records
-
-
-def trace(count: int, seed: int = 0) -> list[RequestRecord]:
-    """Requests whose events bring several tokens; some failed, some with one token."""
-    rng = random.Random(seed)
-    records = []
-    for index in range(count):
-        at = rng.uniform(0.01, 0.3)
-        events = []
-        for _ in range(1 if index % 7 == 0 else rng.randint(2, 40)):
-            events.append((at, rng.choice([1, 1, 1, 2, 5])))
-            at += rng.uniform(0.001, 0.08)
-        error = "EngineStreamError: it broke off" if index % 5 == 4 else ""
-        start = rng.uniform(0, 3)
-        records.append(
-            RequestRecord(GENERATE, "generate", index, start, at, rng.uniform(0, 1), 10 + index, events, error=error)
-        )
-    return records
-
-
-class TestFlatKeys:
-    def test_equal_what_vllm_made_of_the_same_requests(self) -> None:
-        result, records = recorded()
-        given = options(max_concurrency=4, save_detailed=True, goodput={"ttft": 1000.0, "tpot": 1000.0})
-        flat = flat_keys(records, result["duration"], given)
-        for key, value in flat.items():
-            if key == "itls":
-                assert [pytest.approx(gaps) for gaps in value] == result[key]
-            else:
-                assert value == pytest.approx(result[key]), key
-
-    @pytest.mark.parametrize("seed", range(3))
-    def test_equal_an_independent_computation(self, seed: int) -> None:
-        records = trace(40, seed)
-        given = options(
-            goodput={"ttft": 200.0, "tpot": 30.0, "e2el": 900.0},
-            percentile_metrics="ttft,tpot,itl,e2el,client_queue_time,e2el_including_client_queue",
-            metric_percentiles="25,50,99,99.9",
-            max_concurrency=8,
-            request_rate=10,
-        )
-        flat = flat_keys(records, 4.0, given)
-        good = [one for one in records if not one.error]
-        arrivals = [np.array([at for at, _ in one.events]) for one in good]
-        tokens = np.array([sum(count for _, count in one.events) for one in good])
-        ttft = np.array([times[0] for times in arrivals])
-        e2el = np.array([times[-1] for times in arrivals])
-        many = tokens > 1
-        tpot = (e2el[many] - ttft[many]) / (tokens[many] - 1)
-        queue = np.array([one.queue for one in good])
-        expected = {
-            "ttft": ttft,
-            "tpot": tpot,
-            "itl": np.concatenate([np.diff(times) for times in arrivals]),
-            "e2el": e2el,
-            "client_queue_time": queue,
-            "e2el_including_client_queue": e2el + queue,
-        }
-        for metric, values in expected.items():
-            assert flat[f"mean_{metric}_ms"] == pytest.approx(1000 * np.mean(values))
-            assert flat[f"median_{metric}_ms"] == pytest.approx(1000 * np.median(values))
-            assert flat[f"std_{metric}_ms"] == pytest.approx(1000 * np.std(values))
-            for name, q in (("p25", 25), ("p50", 50), ("p99", 99), ("p99.9", 99.9)):
-                assert flat[f"{name}_{metric}_ms"] == pytest.approx(1000 * np.percentile(values, q))
-        zero_for_one = np.where(many, (e2el - ttft) / np.maximum(tokens - 1, 1), 0)
-        met = (ttft <= 0.2) & (zero_for_one <= 0.03) & (e2el <= 0.9)
-        assert flat["request_goodput"] == pytest.approx(met.sum() / 4.0)
-        assert 0 < met.sum() < len(good)
-        assert (flat["completed"], flat["failed"]) == (32, 8)
-        assert flat["total_output_tokens"] == tokens.sum()
-        assert flat["output_throughput"] == pytest.approx(tokens.sum() / 4.0)
-
-    def test_of_nothing(self) -> None:
-        flat = flat_keys([], 0.0, options())
-        assert (flat["completed"], flat["output_throughput"], flat["mean_ttft_ms"]) == (0, 0.0, 0.0)
-        assert flat["p99_itl_ms"] == 0.0
-
-    def test_a_spread_gap_is_shared_by_the_tokens_of_its_event(self) -> None:
-        one = RequestRecord(GENERATE, "generate", 0, 0.0, 1.0, events=[(0.1, 2), (0.4, 3), (0.5, 1)])
-        assert one.itl == pytest.approx([0.3, 0.1])
-        assert one.itl_spread == pytest.approx([0.0, 0.1, 0.1, 0.1, 0.1])
-        assert one.tpot == pytest.approx(0.4 / 5)
-
-
-def finished(records: list[RequestRecord], *phases: PhaseRecord, edits: list[EditRecord] | None = None) -> Ledger:
-    ledger = Ledger()
-    entries: list[Entry] = [*records, *(edits or []), *phases]
-    for entry in entries:
-        ledger.add(entry)
-    return ledger
-
-
-def about(given: ServeOptions, count: int, editors: list[str] | None = None) -> Run:
-    return Run(given, editors or [], "m", "t", "http://localhost", False, "digest", count, "20261129-120000", "0")
+from tests.bench.results import RECORDED, about, finished, options, recorded
 
 
 class TestFile:

@@ -435,7 +435,7 @@ class TestUsage:
     @pytest.mark.parametrize(
         ("given", "said"),
         [
-            ({"model": "other"}, "does not serve --model other, but fake"),
+            ({"model": "other"}, "does not serve --model other: give one of fake"),
             ({"dataset_name": "custom", "dataset_path": "/none.jsonl"}, "cannot read --dataset-path /none.jsonl"),
             ({"editor": ["nothing"], "kv_url": "memory://x"}, "no editor is called 'nothing'"),
             ({"editor": ["knorm:colour=3"], "kv_url": "memory://x"}, "knorm has no parameter colour"),

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
+import pkgutil
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import ModuleType
 
 from lmcache_stream.serving import doctor
 
@@ -17,16 +20,21 @@ class Remedy:
     """One thing to do.
 
     Args:
-        line: Where doctor's source says it.
+        place: Where doctor's source says it.
         parts: Its words, without what is filled in between them.
     """
 
-    line: int
+    place: str
     parts: tuple[str, ...]
 
 
 def remedies() -> Iterator[Remedy]:
-    tree = ast.parse(inspect.getsource(doctor))
+    for part in pkgutil.iter_modules(doctor.__path__, f"{doctor.__name__}."):
+        yield from remedies_of(importlib.import_module(part.name))
+
+
+def remedies_of(module: ModuleType) -> Iterator[Remedy]:
+    tree = ast.parse(inspect.getsource(module))
     scopes = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     for scope in scopes:
         names = {
@@ -40,8 +48,8 @@ def remedies() -> Iterator[Remedy]:
             for said in spoken(node):
                 found = names.get(said.id, said) if isinstance(said, ast.Name) else said
                 for choice in (found.body, found.orelse) if isinstance(found, ast.IfExp) else (found,):
-                    if parts := words(choice):
-                        yield Remedy(node.lineno, parts)  # type: ignore[attr-defined]
+                    if parts := words(choice, module):
+                        yield Remedy(f"{module.__name__}:{node.lineno}", parts)  # type: ignore[attr-defined]
 
 
 def spoken(node: ast.AST) -> Iterator[ast.expr]:
@@ -53,19 +61,19 @@ def spoken(node: ast.AST) -> Iterator[ast.expr]:
             yield node.args[at]
 
 
-def words(value: ast.expr) -> tuple[str, ...]:
+def words(value: ast.expr, module: ModuleType) -> tuple[str, ...]:
     match value:
         case ast.Constant(str(text)):
             return (text,) if text else ()
-        case ast.Name(name) if isinstance(getattr(doctor, name, None), str):
-            return (getattr(doctor, name),)
+        case ast.Name(name) if isinstance(getattr(module, name, None), str):
+            return (getattr(module, name),)
         case ast.FormattedValue(inner):
-            return words(inner)
+            return words(inner, module)
         case ast.JoinedStr(values):
             joined: list[str] = []
             glue = False
             for each in values:
-                found = words(each)
+                found = words(each, module)
                 whole = isinstance(each, ast.Constant) or bool(found)
                 if glue and whole and joined:
                     joined[-1] += "".join(found)

@@ -141,7 +141,7 @@ def named(parts: tuple[str, ...]) -> bool:
 
 
 def test_the_page_has_doctors_checks_in_their_order() -> None:
-    from lmcache_stream.serving.doctor import CHECKS
+    from lmcache_stream.serving.doctor.diagnosis import CHECKS
 
     table = GUIDE[GUIDE.index("## Troubleshooting") :]
     rows = re.findall(r"^\| `([\w ]+)` \|", table, re.MULTILINE)

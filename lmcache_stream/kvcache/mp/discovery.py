@@ -17,6 +17,7 @@ import aiohttp
 import msgspec
 import torch
 
+from lmcache_stream import bodies
 from lmcache_stream.addresses import check_address, shown
 from lmcache_stream.errors import CacheConnectionError, CacheProtocolError, GeometryError, UsageError
 from lmcache_stream.geometry import KVGeometry
@@ -50,7 +51,6 @@ QUERY_SUFFIX = "##query"
 _MOST_CHUNK_TOKENS = 1 << 20
 _MOST_RANKS = 1 << 10
 _MOST = 1 << 31
-_MOST_BYTES = 1 << 24
 _EXCERPT = 200
 
 # What a caller may tell otherwise than the model's configuration does.
@@ -523,11 +523,9 @@ async def fetch_json(session: aiohttp.ClientSession, url: str, *, missing_ok: bo
         CacheConnectionError: No answer, or an error as the answer; the message has the URL.
         CacheProtocolError: The answer is no JSON, or has no end.
     """
-    body = bytearray()
     try:
         async with session.get(url, allow_redirects=False) as response:
-            while len(body) <= _MOST_BYTES and (data := await response.content.readany()):
-                body += data
+            body = await bodies.read_body(response)
     except TimeoutError as error:
         raise CacheConnectionError(
             f"{url} did not answer in time: is the LMCache server up, and is this its HTTP port?"
@@ -536,8 +534,8 @@ async def fetch_json(session: aiohttp.ClientSession, url: str, *, missing_ok: bo
         raise CacheConnectionError(
             f"cannot reach {url} ({str(error)[:_EXCERPT]}): start the LMCache server, or correct http_url"
         ) from error
-    if len(body) > _MOST_BYTES:
-        raise CacheProtocolError(f"{url} answers more than {_MOST_BYTES} bytes: is it an LMCache MP server's?")
+    if body is None:
+        raise CacheProtocolError(f"{url} answers more than {bodies.MOST_BYTES} bytes: is it an LMCache MP server's?")
     if response.status == 404 and missing_ok:
         return None
     if response.status == 503:
@@ -556,7 +554,7 @@ async def fetch_json(session: aiohttp.ClientSession, url: str, *, missing_ok: bo
         ) from error
 
 
-def _excerpt(body: bytes | bytearray) -> str:
+def _excerpt(body: bytes) -> str:
     text = " ".join(body[:_EXCERPT].decode("utf-8", "replace").split())
     return f" ({''.join(c if c.isprintable() else '?' for c in text)})" if text else ""
 

@@ -372,7 +372,7 @@ async def test_an_answer_that_is_none_is_one_error_with_the_url(
 
 
 async def test_an_answer_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmcache_stream.kvcache.mp.discovery._MOST_BYTES", 1 << 16)
+    monkeypatch.setattr("lmcache_stream.bodies.MOST_BYTES", 1 << 16)
     async with serving({"/config": (200, JSON, b" " * (1 << 20))}) as url:
         with pytest.raises(CacheProtocolError, match=r"/config answers more than 65536 bytes"):
             await discover(url, MODEL)
