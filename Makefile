@@ -4,8 +4,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 PYTEST_ARGS ?=
 LOWEST_TESTS ?= tests/batch tests/completions tests/editors tests/engine tests/kvcache tests/metrics tests/rotary \
-  tests/testing tests/test_catalogue.py tests/test_main_job.py tests/test_passes.py tests/test_portal.py \
-  tests/test_stream.py tests/test_stream_http.py tests/test_stream_kv.py tests/test_transfer.py
+  tests/stream tests/testing tests/test_catalogue.py tests/test_main_job.py tests/test_portal.py tests/test_transfer.py
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -15,7 +14,7 @@ BENCH_STAMP := $(VENV)/.bench
 
 comma := ,
 empty :=
-COVERED := $(subst $(empty) $(empty),$(comma),$(addprefix lmcache_stream/,stream.py stream_kv.py passes.py batch/asynchronous.py \
+COVERED := $(subst $(empty) $(empty),$(comma),$(addprefix lmcache_stream/,stream/*.py batch/asynchronous.py \
   batch/synchronous.py batch/members.py completions/sse.py kvcache/mp/wire.py kvcache/mp/codec.py))
 
 MUTATION_STAMP := $(VENV)/.mutation
@@ -156,7 +155,7 @@ fuzz: $(FUZZ_STAMP)
 	  -max_total_time=$(FUZZ_SECONDS) -artifact_prefix=.fuzz/
 	$(BIN)/python -m tests.fuzz.fuzz_wire .fuzz/wire tests/fuzz/corpus/wire -max_len=1024 \
 	  -max_total_time=$(FUZZ_SECONDS) -artifact_prefix=.fuzz/
-	LMCACHE_STREAM_MACHINE_EXAMPLES=2000 $(BIN)/python -m pytest tests/test_stream_machine.py --timeout 0
+	LMCACHE_STREAM_MACHINE_EXAMPLES=2000 $(BIN)/python -m pytest tests/stream/test_machine.py --timeout 0
 
 clean:
 	rm -rf $(VENV) $(REAL_VENV) $(KVPRESS_VENV) $(LOWEST_VENV) $(SMOKE_VENV) build dist mutants .fuzz .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

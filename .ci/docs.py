@@ -23,13 +23,10 @@ INTERNAL = {
     "catalogue",
     "cli",
     "console",
-    "face",
     "finishing",
     "journal",
     "model_config",
     "portal",
-    "rounds",
-    "state",
 }
 # Modules in rooms that people import from.
 FURTHER = (

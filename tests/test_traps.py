@@ -40,10 +40,10 @@ TRAPS: dict[str, tuple[str, ...]] = {
     "the delta of ids is taken for all of them": ("completions/test_sse.py::test_recorded_stream",),
     "an id comes with empty text, or text without an id": (
         "completions/test_sse.py::test_text_without_an_id",
-        "test_state.py::test_text_without_a_token_is_text_only",
+        "stream/test_state.py::test_text_without_a_token_is_text_only",
     ),
-    "done is guessed from a count when the engine says how it ended": ("test_state.py::test_done",),
-    "the count rule without max_tokens": ("test_stream.py::test_done_by_count_for_plain_callables",),
+    "done is guessed from a count when the engine says how it ended": ("stream/test_state.py::test_done",),
+    "the count rule without max_tokens": ("stream/test_stream.py::test_done_by_count_for_plain_callables",),
     "the engine's reasons to stop are lost": (
         "completions/test_sse.py::test_every_finish_reason_is_delivered",
         "completions/test_sse.py::test_stop_reason",
@@ -61,9 +61,9 @@ TRAPS: dict[str, tuple[str, ...]] = {
         "completions/test_broken_streams.py::test_cut_inside_an_event",
     ),
     "output tokens contain the prompt, or not all that was generated": (
-        "test_stream.py::test_prefill_modify_decode",
-        "test_stream.py::test_ids_sent_are_kept_ids_tail_suffix_and_generated_each_once",
-        "test_stream_machine.py::TestStreamMachine",
+        "stream/test_stream.py::test_prefill_modify_decode",
+        "stream/test_stream.py::test_ids_sent_are_kept_ids_tail_suffix_and_generated_each_once",
+        "stream/test_machine.py::TestStreamMachine",
     ),
     "the last token comes with the finish reason": (
         "completions/test_sse_properties.py::test_in_any_framing_and_cut_anywhere_tokens_come_out_as_they_went_in",
@@ -91,11 +91,11 @@ TRAPS: dict[str, tuple[str, ...]] = {
     "sampling parameters are refused or overwritten": (
         "completions/test_request.py::test_any_json_values_arrive_and_nothing_is_changed",
         "completions/test_request.py::test_stream_options_are_merged",
-        "test_stream_http.py::test_what_is_sent",
+        "stream/test_http.py::test_what_is_sent",
     ),
     "a batch waits for one of a hundred connections": (
         "completions/test_http.py::test_there_is_no_limit_of_connections",
-        "test_stream_http.py::test_many_streams_share_one_client",
+        "stream/test_http.py::test_many_streams_share_one_client",
     ),
     "a line longer than a buffer": (
         "completions/test_client.py::test_long_prompt_arrives_whole_and_comes_back_in_the_first_event",
@@ -109,31 +109,31 @@ TRAPS: dict[str, tuple[str, ...]] = {
     ),
     # Edits
     "an edit that keeps its ids is ignored by the cache": (
-        "test_stream_kv.py::test_every_edit_gets_a_salt_of_its_own_from_the_callers",
-        "test_stream_kv.py::test_without_a_salt_an_edit_that_keeps_its_ids_is_an_error_and_changes_nothing",
+        "stream/test_kv.py::test_every_edit_gets_a_salt_of_its_own_from_the_callers",
+        "stream/test_kv.py::test_without_a_salt_an_edit_that_keeps_its_ids_is_an_error_and_changes_nothing",
         "kvcache/test_memory.py::test_a_second_store_of_other_bytes_is_no_success",
     ),
     "an edit of values alone is not decoded from": ("test_main_job.py::test_an_edit_of_values_alone_is_decoded_from",),
     "an edit of whatever prefix is there": (
-        "test_stream_kv.py::test_an_edit_waits_until_the_whole_prompt_is_offloaded",
-        "test_stream_kv.py::test_a_timeout_says_what_was_seen_and_wanted",
-        "test_stream_kv.py::test_chunks_evicted_between_waiting_and_retrieving_are_waited_for_again",
+        "stream/test_kv.py::test_an_edit_waits_until_the_whole_prompt_is_offloaded",
+        "stream/test_kv.py::test_a_timeout_says_what_was_seen_and_wanted",
+        "stream/test_kv.py::test_chunks_evicted_between_waiting_and_retrieving_are_waited_for_again",
     ),
     "the tail is moved before the editor ran": (
-        "test_passes.py::test_a_failing_editor_changes_nothing_and_its_exception_passes",
-        "test_stream_machine.py::TestStreamMachine",
+        "stream/test_passes.py::test_a_failing_editor_changes_nothing_and_its_exception_passes",
+        "stream/test_machine.py::TestStreamMachine",
     ),
     "a store that says already cached for everything": (
         "kvcache/mp/test_context.py::test_a_store_tells_what_became_of_each_chunk",
         "kvcache/test_memory.py::test_a_put_tells_taken_same_kept_and_missing",
     ),
-    "tokens move although there was no room": ("test_stream_kv.py::test_no_room_is_an_error_and_changes_nothing",),
+    "tokens move although there was no room": ("stream/test_kv.py::test_no_room_is_an_error_and_changes_nothing",),
     "tokens move although a store timed out": (
         "kvcache/mp/test_context.py::test_a_late_reservation_is_filled_with_what_was_to_be_stored",
         "test_traps.py::test_a_store_that_times_out_moves_no_token",
     ),
     "kept counts that are not whole chunks lose the rest": (
-        "test_stream.py::test_an_edit_of_odd_length_leaves_its_rest_in_front_of_the_tail",
+        "stream/test_stream.py::test_an_edit_of_odd_length_leaves_its_rest_in_front_of_the_tail",
         "editors/test_base.py::test_budgets_are_whole_chunks",
     ),
     "keys rotated again in their own precision": ("rotary/test_turning.py::test_rounds_once_to_the_dtype_of_the_keys",),
@@ -196,9 +196,9 @@ TRAPS: dict[str, tuple[str, ...]] = {
         "kvcache/mp/test_context.py::test_a_store_tells_what_became_of_each_chunk",
     ),
     "an edit is evicted before it is decoded from": (
-        "test_stream_kv.py::test_an_evicted_edit_is_noticed_before_the_request",
-        "test_stream_kv.py::test_an_edit_evicted_between_lookup_and_prefill_is_noticed",
-        "test_stream_kv.py::test_an_edit_evicted_during_a_request_without_a_verdict_is_noticed_by_the_next",
+        "stream/test_kv.py::test_an_evicted_edit_is_noticed_before_the_request",
+        "stream/test_kv.py::test_an_edit_evicted_between_lookup_and_prefill_is_noticed",
+        "stream/test_kv.py::test_an_edit_evicted_during_a_request_without_a_verdict_is_noticed_by_the_next",
         "test_main_job.py::test_an_edit_evicted_before_it_is_decoded_from_is_noticed",
     ),
     "a registration under the engine's name": ("test_traps.py::test_nothing_is_registered_under_the_engines_name",),

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
-    from lmcache_stream.rounds import ModifyFn
     from lmcache_stream.stream import ModifyReceipt
+    from lmcache_stream.stream.edits import ModifyFn
     from soaking.tally import Tally
 
 __all__ = ["FakeWorld"]

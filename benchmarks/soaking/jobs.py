@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from lmcache_stream.editors import Editor
     from lmcache_stream.kvcache import AsyncKVCacheContext
-    from lmcache_stream.rounds import ModifyFn
     from lmcache_stream.stream import AsyncLMCacheStream, ModifyReceipt
+    from lmcache_stream.stream.edits import ModifyFn
     from soaking.tally import Tally
 
 __all__ = ["Job", "Patience", "Step", "World", "live"]

@@ -23,8 +23,8 @@ from lmcache_stream.metrics import (
     prefill_metrics,
 )
 from lmcache_stream.progress import PhaseProgress, ProgressOption, watching
-from lmcache_stream.rounds import EditsWhileDecoding, ModifyFn
 from lmcache_stream.stream import AsyncLMCacheStream, ModifyReceipt
+from lmcache_stream.stream.edits import EditsWhileDecoding, ModifyFn
 
 if TYPE_CHECKING:
     import os

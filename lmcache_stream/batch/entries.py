@@ -13,7 +13,7 @@ import torch
 
 from lmcache_stream.editors.base import Editor
 from lmcache_stream.metrics import StreamPerfMetrics
-from lmcache_stream.state import ModifyReceipt, StreamState
+from lmcache_stream.stream.state import ModifyReceipt, StreamState
 
 __all__ = ["Asked", "Change", "Done", "Member", "Run", "apply", "describe", "digest_of", "encode_asked", "entry_of"]
 

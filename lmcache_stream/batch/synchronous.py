@@ -11,8 +11,8 @@ from lmcache_stream.batch.members import Members
 from lmcache_stream.editors.base import Editor
 from lmcache_stream.metrics import Metrics, StreamPerfMetrics
 from lmcache_stream.progress import ProgressOption
-from lmcache_stream.rounds import ModifyFn
 from lmcache_stream.stream import LMCacheStream, ModifyReceipt
+from lmcache_stream.stream.edits import ModifyFn
 
 if TYPE_CHECKING:
     import os

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from lmcache_stream.bench.records import GENERATE, EditWhileDecoding, RequestRecord, grouped
-from lmcache_stream.rounds import EditsWhileDecoding
+from lmcache_stream.stream.edits import EditsWhileDecoding
 from lmcache_stream.types import Completion
 
 if TYPE_CHECKING:

@@ -27,8 +27,8 @@ from lmcache_stream.kvcache import AsyncKVCacheContext, aconnect, connect
 from lmcache_stream.kvcache.memory import EmbeddedCache
 from lmcache_stream.metrics import Metrics
 from lmcache_stream.progress import PhaseProgress
-from lmcache_stream.state import StreamState
 from lmcache_stream.stream import AsyncLMCacheStream, LMCacheStream
+from lmcache_stream.stream.state import StreamState
 from lmcache_stream.testing import FakeEngine, RecordedRequest, Reply
 from lmcache_stream.testing.fake_cache_server import FakeCacheServer
 from tests.batch import job

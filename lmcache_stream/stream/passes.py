@@ -13,9 +13,9 @@ from lmcache_stream import observe
 from lmcache_stream.callables import Items, event_batches
 from lmcache_stream.errors import EditNotUsed, LMCacheStreamError, StreamTimeout, UsageError
 from lmcache_stream.kvcache.context import AsyncKVCacheContext, check_timeout
-from lmcache_stream.rounds import EditsWhileDecoding, plan_passes
-from lmcache_stream.state import Request, StreamState, check_token_ids
-from lmcache_stream.stream_kv import Coverage, OnShortfall, StreamKV, seconds_left
+from lmcache_stream.stream.edits import EditsWhileDecoding, plan_passes
+from lmcache_stream.stream.kv import Coverage, OnShortfall, StreamKV, seconds_left
+from lmcache_stream.stream.state import Request, StreamState, check_token_ids
 from lmcache_stream.types import AsyncPostCompletion, Completion, PostCompletion, TokenEvent
 
 __all__ = ["Passes"]

@@ -16,10 +16,9 @@ from lmcache_stream.errors import (
 )
 from lmcache_stream.stream import AsyncLMCacheStream
 from lmcache_stream.types import Completion, TokenEvent
-
-from .cancelling import cancelled_at_each_await
-from .engines import AsyncCountingEngine, CountingEngine, kv_of
-from .streams import PREFILL, Setup, drop_every_other, keep, make_url, opened
+from tests.cancelling import cancelled_at_each_await
+from tests.engines import AsyncCountingEngine, CountingEngine, kv_of
+from tests.streams import PREFILL, Setup, drop_every_other, keep, make_url, opened
 
 # Failures leave a stream that can be used again
 

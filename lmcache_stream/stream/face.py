@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lmcache_stream.metrics import StreamPerfMetrics
-    from lmcache_stream.state import ModifyReceipt, StreamState
+    from lmcache_stream.stream.state import ModifyReceipt, StreamState
     from lmcache_stream.types import AsyncPostCompletion, PostCompletion
 
 __all__ = ["StreamFace"]

@@ -25,9 +25,8 @@ from lmcache_stream.kvcache import AsyncKVCacheContext, aconnect
 from lmcache_stream.kvcache.memory import EmbeddedCache
 from lmcache_stream.stream import AsyncLMCacheStream
 from lmcache_stream.types import Completion, TokenEvent, Usage
-
-from .cancelling import WatchedRun, tasks_watched
-from .engines import GEOMETRY, MODEL, kv_of
+from tests.cancelling import WatchedRun, tasks_watched
+from tests.engines import GEOMETRY, MODEL, kv_of
 
 EXAMPLES = int(os.environ.get("LMCACHE_STREAM_MACHINE_EXAMPLES", "30"))
 STREAMS = 3

@@ -19,11 +19,10 @@ from lmcache_stream.errors import LMCacheStreamError, StreamTimeout, UsageError
 from lmcache_stream.kvcache import connect
 from lmcache_stream.kvcache.memory import EmbeddedCache
 from lmcache_stream.stream import AsyncLMCacheStream, LMCacheStream, create_request, generate, get, update
-from lmcache_stream.stream_kv import Coverage
+from lmcache_stream.stream.kv import Coverage
 from lmcache_stream.types import Completion, TokenEvent, Usage
-
-from .engines import GEOMETRY, MODEL, AsyncCountingEngine, CountingEngine, kv_of
-from .streams import CHUNK, PREFILL, Setup, drop_every_other, embedded_cache, keep, make_url, opened
+from tests.engines import GEOMETRY, MODEL, AsyncCountingEngine, CountingEngine, kv_of
+from tests.streams import CHUNK, PREFILL, Setup, drop_every_other, embedded_cache, keep, make_url, opened
 
 # The documented flow
 
@@ -203,7 +202,7 @@ async def test_events_left_by_a_break_alone_do_not_block_the_stream(setup: Setup
 async def test_events_left_behind_that_do_not_close_are_a_timeout_that_says_so(
     one: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lmcache_stream.stream._RELEASE_TIMEOUT", 0.01)
+    monkeypatch.setattr("lmcache_stream.stream.asynchronous._RELEASE_TIMEOUT", 0.01)
     may_close = asyncio.Event()
 
     async def closes_late(_ids: object, _params: object, _salt: object, /) -> AsyncIterator[TokenEvent]:

@@ -14,9 +14,8 @@ from lmcache_stream.errors import EngineError, LMCacheStreamError
 from lmcache_stream.kvcache import AsyncKVCacheContext, aconnect
 from lmcache_stream.stream import AsyncLMCacheStream
 from lmcache_stream.testing import End, FakeEngine, Reply
-
-from .cancelling import cancelled_at_each_await
-from .engines import GEOMETRY
+from tests.cancelling import cancelled_at_each_await
+from tests.engines import GEOMETRY
 
 PROMPT = list(range(10))
 

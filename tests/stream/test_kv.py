@@ -20,9 +20,8 @@ from lmcache_stream.errors import (
 from lmcache_stream.kvcache.context import StoreOutcome
 from lmcache_stream.stream import AsyncLMCacheStream
 from lmcache_stream.types import CacheKind, Completion, TokenEvent, Usage
-
-from .engines import HEAD_DIM, HEADS, LAYERS, MODEL, AsyncCountingEngine, CountingEngine, kv_of
-from .streams import PREFILL, Exchangeable, Setup, drop_every_other, keep, make_url, opened
+from tests.engines import HEAD_DIM, HEADS, LAYERS, MODEL, AsyncCountingEngine, CountingEngine, kv_of
+from tests.streams import PREFILL, Exchangeable, Setup, drop_every_other, keep, make_url, opened
 
 
 async def test_every_edit_gets_a_salt_of_its_own_from_the_callers(one: Setup) -> None:
@@ -180,7 +179,7 @@ async def test_a_lost_edit_stays_lost_until_the_next(one: Setup) -> None:
 async def test_an_engine_that_does_not_say_what_it_took_is_warned_of(
     one: Setup, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lmcache_stream.passes._warned", False)
+    monkeypatch.setattr("lmcache_stream.stream.passes._warned", False)
     one.engine.usage = False
     for _ in range(2):
         stream = one.stream(18)
