@@ -111,7 +111,7 @@ TRAPS: dict[str, tuple[str, ...]] = {
     "an edit that keeps its ids is ignored by the cache": (
         "test_stream.py::test_every_edit_gets_a_salt_of_its_own_from_the_callers",
         "test_stream.py::test_without_a_salt_an_edit_that_keeps_its_ids_is_an_error_and_changes_nothing",
-        "kvcache/test_memory.py::test_a_second_store_of_other_bytes_is_no_success",
+        "kvcache/memory/test_context.py::test_a_second_store_of_other_bytes_is_no_success",
     ),
     "an edit of values alone is not decoded from": ("test_main_job.py::test_an_edit_of_values_alone_is_decoded_from",),
     "an edit of whatever prefix is there": (
@@ -125,7 +125,7 @@ TRAPS: dict[str, tuple[str, ...]] = {
     ),
     "a store that says already cached for everything": (
         "kvcache/mp/test_context.py::test_a_store_tells_what_became_of_each_chunk",
-        "kvcache/test_memory.py::test_a_put_tells_taken_same_kept_and_missing",
+        "kvcache/memory/test_cache.py::test_a_put_tells_taken_same_kept_and_missing",
     ),
     "tokens move although there was no room": ("test_stream.py::test_no_room_is_an_error_and_changes_nothing",),
     "tokens move although a store timed out": (
