@@ -218,7 +218,7 @@ TRAPS: dict[str, tuple[str, ...]] = {
     "chunks that are no whole blocks": ("kvcache/mp/test_discovery.py::test_chunks_must_be_whole_blocks",),
     "hybrid models": ("kvcache/mp/test_discovery.py::test_groups_of_different_geometry_are_refused_by_name",),
     "MLA": (
-        "kvcache/mp/test_probe.py::test_reads_mla",
+        "kvcache/mp/test_judge.py::test_reads_mla",
         "editors/test_editors.py::test_mla_works_or_is_refused",
     ),
     # Batches and reports
