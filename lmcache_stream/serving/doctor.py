@@ -36,16 +36,11 @@ from lmcache_stream.completions import CompletionsClient
 from lmcache_stream.completions.faults import excerpt
 from lmcache_stream.console import add_json_flag
 from lmcache_stream.errors import CacheConnectionError, CacheError, EngineResponseError, LMCacheError, UsageError
-from lmcache_stream.kvcache.mp.context import MPKVCacheContext, open_context
-from lmcache_stream.kvcache.mp.discovery import (
-    SCRATCH_PREFIX,
-    ServerConfig,
-    ServerFacts,
-    check_http_url,
-    find_model_config,
-    parse_config,
-    parse_status,
-)
+from lmcache_stream.kvcache.mp.connect import open_context
+from lmcache_stream.kvcache.mp.context import MPKVCacheContext
+from lmcache_stream.kvcache.mp.discovery import check_http_url
+from lmcache_stream.kvcache.mp.resolve import find_model_config
+from lmcache_stream.kvcache.mp.status import SCRATCH_PREFIX, ServerConfig, ServerFacts, parse_config, parse_status
 from lmcache_stream.kvcache.mp.transport import Transport, open_transport, schemes
 from lmcache_stream.kvcache.mp.wire import GET_CHUNK_SIZE, REGISTER, UNREGISTER, Registered, Registration
 from lmcache_stream.types import Completion

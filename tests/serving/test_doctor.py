@@ -21,7 +21,8 @@ from lmcache_stream import portal
 from lmcache_stream.engine import EmbeddedEngine
 from lmcache_stream.errors import UsageError
 from lmcache_stream.geometry import KVGeometry
-from lmcache_stream.kvcache.mp.context import MPKVCacheContext, open_context
+from lmcache_stream.kvcache.mp.connect import open_context
+from lmcache_stream.kvcache.mp.context import MPKVCacheContext
 from lmcache_stream.kvcache.mp.wire import END_SESSION
 from lmcache_stream.rotary import rerotate_
 from lmcache_stream.serving import doctor
