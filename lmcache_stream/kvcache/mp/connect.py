@@ -16,7 +16,7 @@ from lmcache_stream.kvcache.mp.errand import finish
 from lmcache_stream.kvcache.mp.lifetime import CLOSE_TIMEOUT
 from lmcache_stream.kvcache.mp.resolve import find_model_config, resolve_geometry
 from lmcache_stream.kvcache.mp.status import ModelLayout, ServerFacts, ServerState, parse_config
-from lmcache_stream.kvcache.mp.transport import open_transport
+from lmcache_stream.kvcache.mp.transport import load_transport, open_transport
 from lmcache_stream.kvcache.mp.wire import GET_CHUNK_SIZE
 
 if TYPE_CHECKING:
@@ -78,6 +78,7 @@ async def open_context(
     check_http_url(http_url)
     if serve and (model_name is None or geometry is None):
         raise UsageError("serve=True needs model_name and geometry: nobody else tells them")
+    await load_transport(url)
     transport = open_transport(url, lanes=lanes)
     context: MPKVCacheContext | None = None
     try:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from lmcache_stream.errors import CacheConnectionError, CacheError, UsageError
@@ -68,3 +70,10 @@ async def test_a_refused_registration_leaves_nothing(shm_server: FakeCacheServer
     with pytest.raises(CacheError, match="register"):
         await open_context(shm_server.url, http_url=shm_server.http_url, model_name=MODEL, geometry=GEOMETRY, timeout=1)
     assert shm_server.clients == []
+
+
+async def test_grpc_is_imported_beside_the_loop(shm_server: FakeCacheServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmcache_stream.kvcache.mp.grpc", None, raising=False)
+    monkeypatch.delitem(sys.modules, "lmcache_stream.kvcache.mp.grpc", raising=False)
+    with pytest.raises(CacheConnectionError, match="speaks zmq"):
+        await open_context("grpc://127.0.0.1:1", http_url=shm_server.http_url, model_name=MODEL)
