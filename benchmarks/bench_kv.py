@@ -40,8 +40,8 @@ from lmcache_stream.geometry import KVGeometry
 from lmcache_stream.kvcache.context import AsyncKVCacheContext
 from lmcache_stream.kvcache.memory import open_context as open_memory
 from lmcache_stream.kvcache.mp.codec import Split
+from lmcache_stream.kvcache.mp.connect import open_context as open_mp
 from lmcache_stream.kvcache.mp.context import MPKVCacheContext
-from lmcache_stream.kvcache.mp.context import open_context as open_mp
 from lmcache_stream.serving.options import PYTHON_VARIABLE, CacheOptions
 from lmcache_stream.serving.up import CacheServer
 from lmcache_stream.transfer import TransferExecutor

@@ -18,10 +18,14 @@ from lmcache_stream.completions import CompletionsClient
 from lmcache_stream.errors import CacheConnectionError, EngineError, LMCacheError, StreamTimeout
 from lmcache_stream.kvcache import StoreOutcome, aconnect
 from lmcache_stream.kvcache.memory import EmbeddedCache
-from lmcache_stream.kvcache.mp import context as context_module
+from lmcache_stream.kvcache.mp import connect as connect_module
+from lmcache_stream.kvcache.mp import errand as errand_module
+from lmcache_stream.kvcache.mp import lifetime as lifetime_module
+from lmcache_stream.kvcache.mp import registry as registry_module
 from lmcache_stream.kvcache.mp import session as session_module
 from lmcache_stream.kvcache.mp import wire
-from lmcache_stream.kvcache.mp.context import open_context
+from lmcache_stream.kvcache.mp.connect import open_context
+from lmcache_stream.kvcache.mp.discovery import fetch_json
 from lmcache_stream.stream import AsyncLMCacheStream
 from lmcache_stream.testing.fake_cache_server import FakeCacheServer
 from lmcache_stream.testing.fake_engine import End, FakeEngine, Reply
@@ -148,13 +152,12 @@ async def test_a_connection_is_made_in_time_or_not_at_all(monkeypatch: pytest.Mo
         writer.close()
 
     given: list[float] = []
-    fetch_json = context_module._fetch_json
 
     async def spied(url: str, *, missing_ok: bool = False, timeout: float = 99.0) -> Any:
         given.append(timeout)
         return await fetch_json(url, missing_ok=missing_ok, timeout=timeout)
 
-    monkeypatch.setattr(context_module, "_fetch_json", spied)
+    monkeypatch.setattr(connect_module, "fetch_json", spied)
     async with await asyncio.start_server(silent, "127.0.0.1", 0) as listening:
         port = listening.sockets[0].getsockname()[1]
         async with asyncio.timeout(ANY_MACHINE):
@@ -225,9 +228,11 @@ async def test_nothing_runs_after_a_context_was_closed_that_waits_for_a_silent_s
     silent: list[wire.Operation[Any]], server: FakeCacheServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module, name in (
-        (context_module, "CLOSE_TIMEOUT"),
-        (context_module, "CONNECT_TIMEOUT"),
-        (context_module, "CLEAN_UP"),
+        (lifetime_module, "CLOSE_TIMEOUT"),
+        (lifetime_module, "LAST_TIMEOUT"),
+        (registry_module, "REGISTER_TIMEOUT"),
+        (lifetime_module, "CLEAN_UP"),
+        (errand_module, "CLEAN_UP"),
         (session_module, "CLEAN_UP"),
         (session_module, "LINGER"),
         (session_module, "END_TIMEOUT"),

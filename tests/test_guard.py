@@ -25,7 +25,7 @@ from lmcache_stream import observe
 from lmcache_stream.completions.sse import CompletionDecoder
 from lmcache_stream.geometry import KVGeometry
 from lmcache_stream.kvcache.mp import wire
-from lmcache_stream.kvcache.mp.context import open_context
+from lmcache_stream.kvcache.mp.connect import open_context
 from lmcache_stream.testing.fake_cache_server import FakeCacheServer
 from lmcache_stream.transfer import TransferExecutor
 

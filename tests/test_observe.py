@@ -24,7 +24,8 @@ from lmcache_stream.errors import CacheError, LMCacheStreamError
 from lmcache_stream.kvcache import aconnect
 from lmcache_stream.kvcache.memory import EmbeddedCache
 from lmcache_stream.kvcache.mp import wire
-from lmcache_stream.kvcache.mp.context import MPKVCacheContext, open_context
+from lmcache_stream.kvcache.mp.connect import open_context
+from lmcache_stream.kvcache.mp.context import MPKVCacheContext
 from lmcache_stream.stream import AsyncLMCacheStream
 from lmcache_stream.testing.fake_cache_server import FakeCacheServer
 from lmcache_stream.testing.fake_engine import FakeEngine

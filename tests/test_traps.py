@@ -111,7 +111,7 @@ TRAPS: dict[str, tuple[str, ...]] = {
     "an edit that keeps its ids is ignored by the cache": (
         "stream/test_kv.py::test_every_edit_gets_a_salt_of_its_own_from_the_callers",
         "stream/test_kv.py::test_without_a_salt_an_edit_that_keeps_its_ids_is_an_error_and_changes_nothing",
-        "kvcache/test_memory.py::test_a_second_store_of_other_bytes_is_no_success",
+        "kvcache/memory/test_context.py::test_a_second_store_of_other_bytes_is_no_success",
     ),
     "an edit of values alone is not decoded from": ("test_main_job.py::test_an_edit_of_values_alone_is_decoded_from",),
     "an edit of whatever prefix is there": (
@@ -124,12 +124,12 @@ TRAPS: dict[str, tuple[str, ...]] = {
         "stream/test_machine.py::TestStreamMachine",
     ),
     "a store that says already cached for everything": (
-        "kvcache/mp/test_context.py::test_a_store_tells_what_became_of_each_chunk",
-        "kvcache/test_memory.py::test_a_put_tells_taken_same_kept_and_missing",
+        "kvcache/mp/test_store.py::test_a_store_tells_what_became_of_each_chunk",
+        "kvcache/memory/test_cache.py::test_a_put_tells_taken_same_kept_and_missing",
     ),
     "tokens move although there was no room": ("stream/test_kv.py::test_no_room_is_an_error_and_changes_nothing",),
     "tokens move although a store timed out": (
-        "kvcache/mp/test_context.py::test_a_late_reservation_is_filled_with_what_was_to_be_stored",
+        "kvcache/mp/test_store.py::test_a_late_reservation_is_filled_with_what_was_to_be_stored",
         "test_traps.py::test_a_store_that_times_out_moves_no_token",
     ),
     "kept counts that are not whole chunks lose the rest": (
@@ -155,45 +155,45 @@ TRAPS: dict[str, tuple[str, ...]] = {
     ),
     # The cache server
     "a handler that fails answers nothing": (
-        "kvcache/mp/test_context.py::test_a_refused_lookup_times_out_and_says_that_the_server_is_up",
+        "kvcache/mp/test_session.py::test_a_refused_lookup_times_out_and_says_that_the_server_is_up",
     ),
     "a server whose mode has no such operations": (
-        "kvcache/mp/test_context.py::TestConnecting::test_the_wrong_mode",
+        "kvcache/mp/test_connect.py::test_the_wrong_mode",
         "kvcache/mp/test_discovery.py::test_refuses_a_server_in_a_wrong_mode",
     ),
     "a lookup that times out is taken for a miss": (
-        "kvcache/mp/test_context.py::test_a_refused_lookup_times_out_and_says_that_the_server_is_up",
-        "kvcache/mp/test_context.py::test_a_vanished_engine_is_no_miss",
+        "kvcache/mp/test_session.py::test_a_refused_lookup_times_out_and_says_that_the_server_is_up",
+        "kvcache/mp/test_served.py::test_a_vanished_engine_is_no_miss",
     ),
     "a second question eats the answer of a lookup": (
         "test_traps.py::test_the_answer_of_a_lookup_is_asked_for_by_one_at_a_time",
     ),
     "read locks outlive their session": (
-        "kvcache/mp/test_context.py::test_no_lock_outlives_a_failed_retrieve",
-        "kvcache/mp/test_context.py::test_a_late_lookup_is_unlocked",
-        "kvcache/mp/test_context.py::test_read_locks_are_freed_whatever_became_of_the_preparation",
+        "kvcache/mp/test_fetch.py::test_no_lock_outlives_a_failed_retrieve",
+        "kvcache/mp/test_session.py::test_a_late_lookup_is_unlocked",
+        "kvcache/mp/test_fetch.py::test_read_locks_are_freed_whatever_became_of_the_preparation",
         "cancellation/test_every_coroutine.py::test_cancelled_at_every_point",
     ),
     "two operations on equal keys collide": (
-        "kvcache/mp/test_context.py::test_equal_calls_do_not_confuse_the_server",
-        "kvcache/mp/test_context.py::test_a_store_of_what_is_there_and_retrieves_of_it_leave_no_lock",
+        "kvcache/mp/test_turns.py::test_equal_calls_do_not_confuse_the_server",
+        "kvcache/mp/test_turns.py::test_a_store_of_what_is_there_and_retrieves_of_it_leave_no_lock",
     ),
     "a reservation that is never written": (
-        "kvcache/mp/test_context.py::test_a_cancelled_store_is_finished",
-        "kvcache/mp/test_context.py::test_a_store_is_finished_when_the_loop_ends",
+        "kvcache/mp/test_store.py::test_a_cancelled_store_is_finished",
+        "kvcache/mp/test_lifetime.py::test_a_store_is_finished_when_the_loop_ends",
         "kvcache/mp/test_context.py::test_bad_input_sends_nothing",
     ),
     "a forgotten registration": (
-        "kvcache/mp/test_context.py::test_a_forgotten_registration_is_made_again",
-        "kvcache/mp/test_context.py::test_slots_of_an_earlier_registration_are_not_read",
+        "kvcache/mp/test_registry.py::test_a_forgotten_registration_is_made_again",
+        "kvcache/mp/test_fetch.py::test_slots_of_an_earlier_registration_are_not_read",
     ),
     "a segment of a server that restarted": (
-        "kvcache/mp/test_context.py::test_the_same_context_works_after_a_restart",
+        "kvcache/mp/test_registry.py::test_the_same_context_works_after_a_restart",
         "kvcache/mp/test_pool.py::test_another_segment_of_the_same_name_is_noticed",
     ),
     "no slots: there already, or no room": (
-        "kvcache/mp/test_context.py::test_no_room",
-        "kvcache/mp/test_context.py::test_a_store_tells_what_became_of_each_chunk",
+        "kvcache/mp/test_store.py::test_no_room",
+        "kvcache/mp/test_store.py::test_a_store_tells_what_became_of_each_chunk",
     ),
     "an edit is evicted before it is decoded from": (
         "stream/test_kv.py::test_an_evicted_edit_is_noticed_before_the_request",
@@ -208,15 +208,15 @@ TRAPS: dict[str, tuple[str, ...]] = {
     "the lease of a lookup runs out in a queue": ("test_traps.py::test_nothing_is_looked_up_before_a_copy_can_start",),
     "a status that is not ready, a list, or lacks a key": (
         "kvcache/mp/test_discovery.py::test_an_answer_that_is_none_is_one_error_with_the_url",
-        "kvcache/mp/test_discovery.py::test_status_that_is_none",
-        "kvcache/mp/test_discovery.py::test_config_that_is_none",
-        "kvcache/mp/test_context.py::TestConnecting::test_not_ready_yet",
+        "kvcache/mp/test_status.py::test_status_that_is_none",
+        "kvcache/mp/test_status.py::test_config_that_is_none",
+        "kvcache/mp/test_connect.py::test_not_ready_yet",
     ),
-    "a server that knows only the old route": ("kvcache/mp/test_context.py::TestConnecting::test_the_old_route",),
-    "chunks that are no whole blocks": ("kvcache/mp/test_discovery.py::test_chunks_must_be_whole_blocks",),
-    "hybrid models": ("kvcache/mp/test_discovery.py::test_groups_of_different_geometry_are_refused_by_name",),
+    "a server that knows only the old route": ("kvcache/mp/test_connect.py::test_the_old_route",),
+    "chunks that are no whole blocks": ("kvcache/mp/test_resolve.py::test_chunks_must_be_whole_blocks",),
+    "hybrid models": ("kvcache/mp/test_status.py::test_groups_of_different_geometry_are_refused_by_name",),
     "MLA": (
-        "kvcache/mp/test_probe.py::test_reads_mla",
+        "kvcache/mp/test_judge.py::test_reads_mla",
         "editors/test_editors.py::test_mla_works_or_is_refused",
     ),
     # Batches and reports
@@ -349,15 +349,15 @@ async def test_nothing_is_looked_up_before_a_copy_can_start() -> None:
             assert isinstance(ctx, MPKVCacheContext)
             await ctx.put(kv_of(PROMPT), PROMPT)
             taken = 0
-            while not ctx._turns.locked():
-                await ctx._turns.acquire()
+            while not ctx._turns.free.locked():
+                await ctx._turns.free.acquire()
                 taken += 1
             asked = server.calls["lookup"]
             waiting = asyncio.create_task(ctx.retrieve(PROMPT))
             await asyncio.sleep(0.05)
             assert server.calls["lookup"] == asked
             for _ in range(taken):
-                ctx._turns.release()
+                ctx._turns.free.release()
             assert await waiting is not None
             assert server.calls["lookup"] == asked + 1
 

@@ -16,7 +16,7 @@ from lmcache_stream.editors import EditInput, Editor, KeyDiff, Random, Streaming
 from lmcache_stream.errors import EditNotUsed, LMCacheStreamError, UsageError
 from lmcache_stream.geometry import KVGeometry
 from lmcache_stream.kvcache.mp import wire
-from lmcache_stream.kvcache.mp.context import open_context
+from lmcache_stream.kvcache.mp.connect import open_context
 from lmcache_stream.rotary import Rotary, rerotate_
 from lmcache_stream.stream import AsyncLMCacheStream
 from lmcache_stream.testing import End, FakeEngine, RecordedRequest, Reply

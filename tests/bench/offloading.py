@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from lmcache_stream.geometry import KVGeometry
-from lmcache_stream.kvcache.mp.context import MPKVCacheContext, open_context
+from lmcache_stream.kvcache.mp.connect import open_context
+from lmcache_stream.kvcache.mp.context import MPKVCacheContext
 from lmcache_stream.rotary import rerotate_
 from lmcache_stream.testing import FakeEngine, RecordedRequest, Reply
 from lmcache_stream.testing.fake_cache_server import FakeCacheServer

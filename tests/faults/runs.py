@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from lmcache_stream.kvcache.mp import context, session, transport
+from lmcache_stream.kvcache.mp import connect, context, lifetime, registry, session, transport
 
 from .outcome import Fault, Observation, Transport, observe
 
@@ -22,7 +22,9 @@ def tuned() -> Iterator[None]:
     """Let the client look after silent servers sooner, and connect on a busy machine, too."""
     with pytest.MonkeyPatch.context() as patch:
         for module, name, seconds in (
-            (context, "CONNECT_TIMEOUT", CONNECT_TIMEOUT),
+            (connect, "CONNECT_TIMEOUT", CONNECT_TIMEOUT),
+            (registry, "REGISTER_TIMEOUT", CONNECT_TIMEOUT),
+            (lifetime, "LAST_TIMEOUT", CONNECT_TIMEOUT),
             (context, "LOOKUP_TIMEOUT", 3.0),
             (session, "PATIENCE", 0.3),
             (session, "LINGER", 1.0),
@@ -31,9 +33,6 @@ def tuned() -> Iterator[None]:
             (transport, "PATIENCE", 0.3),
         ):
             patch.setattr(module, name, seconds)
-        defaults = context._fetch_json.__kwdefaults__
-        assert defaults is not None
-        patch.setitem(defaults, "timeout", CONNECT_TIMEOUT)
         yield
 
 

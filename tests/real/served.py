@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from lmcache_stream.bench.prompts import shipped_prompts
 from lmcache_stream.completions import CompletionsClient
 from lmcache_stream.kvcache import aconnect
-from lmcache_stream.kvcache.mp.context import MPKVCacheContext, open_context
+from lmcache_stream.kvcache.mp.connect import open_context
+from lmcache_stream.kvcache.mp.context import MPKVCacheContext
 from lmcache_stream.stream import AsyncLMCacheStream
 
 if TYPE_CHECKING:

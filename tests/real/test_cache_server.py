@@ -24,7 +24,8 @@ from lmcache_stream.errors import CacheConnectionError, CacheError, CacheTimeout
 from lmcache_stream.geometry import KVGeometry
 from lmcache_stream.kvcache.context import StoreOutcome
 from lmcache_stream.kvcache.mp import wire
-from lmcache_stream.kvcache.mp.context import MPKVCacheContext, open_context
+from lmcache_stream.kvcache.mp.connect import open_context
+from lmcache_stream.kvcache.mp.context import MPKVCacheContext
 from lmcache_stream.kvcache.mp.transport import open_transport
 from lmcache_stream.types import CacheKind
 
@@ -322,7 +323,7 @@ async def test_the_segment_outlives_its_clients(server: RealCacheServer, ctx: MP
     await ctx.put(kv, tokens)
     code = (
         "import asyncio, sys\n"
-        "from lmcache_stream.kvcache.mp.context import open_context\n"
+        "from lmcache_stream.kvcache.mp.connect import open_context\n"
         "async def main():\n"
         "    context = await open_context(sys.argv[1], http_url=sys.argv[2], model_name=sys.argv[3])\n"
         "    print((await context.retrieve(list(map(int, sys.argv[4].split(','))))).shape[2])\n"

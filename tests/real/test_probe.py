@@ -11,8 +11,10 @@ import torch
 from lmcache_stream.completions import CompletionsClient
 from lmcache_stream.errors import GeometryError
 from lmcache_stream.geometry import KVGeometry
-from lmcache_stream.kvcache.mp.context import open_context
-from lmcache_stream.kvcache.mp.probe import SPAN, judge, probe_prompt, readings
+from lmcache_stream.kvcache.mp.connect import open_context
+from lmcache_stream.kvcache.mp.judge import judge
+from lmcache_stream.kvcache.mp.probe import SPAN, probe_prompt
+from lmcache_stream.kvcache.mp.readings import readings
 from tests.real.conftest import STACKS
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import torch
 
 from lmcache_stream.errors import CacheConnectionError, CacheTimeout, LMCacheStreamError
 from lmcache_stream.geometry import KVGeometry
-from lmcache_stream.kvcache.mp.context import open_context
+from lmcache_stream.kvcache.mp.connect import open_context
 from lmcache_stream.serving.options import CacheOptions
 from lmcache_stream.serving.up import CacheServer
 from lmcache_stream.stream import AsyncLMCacheStream

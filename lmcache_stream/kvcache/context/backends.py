@@ -24,10 +24,10 @@ DEFAULT_URL = "memory://default"
 
 BACKENDS = {
     "memory": "lmcache_stream.kvcache.memory:open_context",
-    "tcp": "lmcache_stream.kvcache.mp.context:open_context",
-    "ipc": "lmcache_stream.kvcache.mp.context:open_context",
-    "grpc": "lmcache_stream.kvcache.mp.context:open_context",
-    "grpc+unix": "lmcache_stream.kvcache.mp.context:open_context",
+    "tcp": "lmcache_stream.kvcache.mp.connect:open_context",
+    "ipc": "lmcache_stream.kvcache.mp.connect:open_context",
+    "grpc": "lmcache_stream.kvcache.mp.connect:open_context",
+    "grpc+unix": "lmcache_stream.kvcache.mp.connect:open_context",
 }
 """URL scheme -> "module:function" of its `OpenContext`, imported at first use."""
 

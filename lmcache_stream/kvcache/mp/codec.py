@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lmcache_stream.geometry import KVGeometry
-    from lmcache_stream.kvcache.mp.discovery import ServerFacts
+    from lmcache_stream.kvcache.mp.status import ServerFacts
 
 __all__ = ["CODECS", "CPUPacked", "Codec", "Fused", "Latent", "Split", "codec_candidates", "codec_for", "format_kind"]
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from lmcache_stream.kvcache.mp.wire import Slot
 
-__all__ = ["DTYPES", "MOST_DIMENSIONS", "Lease", "Pool", "torch_dtype"]
+__all__ = ["DTYPES", "MOST_DIMENSIONS", "Lease", "Pool", "torch_dtype", "views_of"]
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -162,6 +162,17 @@ class Lease:
     def end(self) -> None:
         """End the lease: no further view is given."""
         self._pool = None
+
+
+def views_of(slots: Sequence[Slot], lease: Lease | None) -> list[Tensor]:
+    """Look at slots.
+
+    Raises:
+        CacheProtocolError: There is no pool that they could be in, or one of them is none.
+    """
+    if lease is None:
+        raise CacheProtocolError("the cache server names shared-memory slots, but said that it has no shared memory")
+    return [lease.view(slot) for slot in slots]
 
 
 def _bytes_of(shape: Sequence[int], dtype: torch.dtype) -> int:

@@ -10,25 +10,34 @@ is then, half-written by a process that died. Without a ping that comes after an
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import uuid
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from lmcache_stream.errors import CacheError
-from lmcache_stream.kvcache.mp.discovery import SCRATCH_PREFIX
+from lmcache_stream.errors import CacheConnectionError, CacheError
 from lmcache_stream.kvcache.mp.pool import Pool
+from lmcache_stream.kvcache.mp.session import ForgottenError
+from lmcache_stream.kvcache.mp.status import SCRATCH_PREFIX
 from lmcache_stream.kvcache.mp.wire import REGISTER, UNREGISTER, Registration
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Iterator, Sequence
 
     import torch
 
+    from lmcache_stream.kvcache.mp.errand import Errand
+    from lmcache_stream.kvcache.mp.pool import Lease
     from lmcache_stream.kvcache.mp.transport import Transport
 
-__all__ = ["Client", "Layout", "PoolView", "Registry"]
+__all__ = ["Client", "Layout", "PoolView", "Registry", "time_to_register"]
+
+T = TypeVar("T")
+
+REGISTER_TIMEOUT = 3.0
+"""Seconds that a registration has which a call turns out to need, whatever is left of the call's time."""
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -84,6 +93,11 @@ class PoolView:
     times_asked: int
 
 
+def time_to_register(errand: Errand) -> float:
+    """Seconds for a registration that a call turns out to need."""
+    return max(errand.remaining, REGISTER_TIMEOUT)
+
+
 class Registry:
     """Our registrations at one server, and the pool.
 
@@ -122,6 +136,41 @@ class Registry:
     def view(self, client: Client) -> PoolView:
         """The pool as `client` knows it now."""
         return PoolView(self.pool, client.times_asked)
+
+    async def knowing_us(self, errand: Errand, client: Client, call: Callable[[], Awaitable[T]]) -> tuple[T, PoolView]:
+        """Make a call that needs the registration; a forgotten one is made again, once.
+
+        Returns:
+            The answer, and the pool as it was when the call was made, which is what the answer is about.
+        """
+        seen = client.times_registered
+        try:
+            view = self.view(client)
+            return await call(), view
+        except ForgottenError:
+            await self.again(client, seen, timeout=time_to_register(errand))
+        try:
+            view = self.view(client)
+            return await call(), view
+        except ForgottenError:
+            raise CacheConnectionError(f"the cache server {self._transport.url} keeps forgetting this client") from None
+
+    @contextlib.contextmanager
+    def lease(self, client: Client, views: Sequence[PoolView]) -> Iterator[Lease | None]:
+        """Open a scope in which slots can be looked at that were named when `views` were; None where there is no pool.
+
+        Raises:
+            CacheConnectionError: The pool is another by now, or the client was registered again.
+        """
+        pool = views[0].pool
+        now = self.view(client)
+        if any(view != now for view in views) or (pool is not None and pool.closed):
+            raise CacheConnectionError("the cache server restarted meanwhile: try again")
+        if pool is None:
+            yield None
+            return
+        with pool.lease() as lease:
+            yield lease
 
     def _usable(self, client: Client) -> bool:
         return client.times_registered > 0 and (self.pool is None or not self.pool.closed)

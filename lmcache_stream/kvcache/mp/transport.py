@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import itertools
 import logging
 import socket
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from lmcache_stream.kvcache.mp.wire import Buffer
 
-__all__ = ["Transport", "ZmqTransport", "open_transport", "schemes", "silence"]
+__all__ = ["Transport", "ZmqTransport", "load_transport", "open_transport", "schemes", "silence"]
 
 R = TypeVar("R")
 
@@ -358,6 +359,13 @@ def _grpc(url: str, lanes: int) -> Transport:
     except ImportError as error:
         raise UsageError(f"{url!r} needs gRPC: pip install 'lmcache-stream[grpc]' ({error})") from error
     return GrpcTransport(url, lanes=lanes)
+
+
+async def load_transport(url: str) -> None:
+    """Import what the transport of `url` needs, beside the loop: gRPC takes a while."""
+    if urlsplit(url).scheme in ("grpc", "grpc+unix"):
+        with contextlib.suppress(ImportError):  # `open_transport` says what to install
+            await asyncio.to_thread(importlib.import_module, "lmcache_stream.kvcache.mp.grpc")
 
 
 schemes: dict[str, Callable[[str, int], Transport]] = {"tcp": _zmq, "ipc": _zmq, "grpc": _grpc, "grpc+unix": _grpc}

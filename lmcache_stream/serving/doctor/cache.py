@@ -13,14 +13,9 @@ from pathlib import Path
 import anyio
 
 from lmcache_stream.errors import CacheConnectionError, CacheError
-from lmcache_stream.kvcache.mp.context import open_context
-from lmcache_stream.kvcache.mp.discovery import (
-    SCRATCH_PREFIX,
-    ServerFacts,
-    find_model_config,
-    parse_config,
-    parse_status,
-)
+from lmcache_stream.kvcache.mp.connect import open_context
+from lmcache_stream.kvcache.mp.resolve import find_model_config
+from lmcache_stream.kvcache.mp.status import SCRATCH_PREFIX, ServerFacts, parse_config, parse_status
 from lmcache_stream.kvcache.mp.transport import open_transport
 from lmcache_stream.kvcache.mp.wire import GET_CHUNK_SIZE, REGISTER, UNREGISTER, Registration
 from lmcache_stream.serving.doctor import limits

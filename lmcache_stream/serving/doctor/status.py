@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lmcache_stream.kvcache.mp.discovery import SCRATCH_PREFIX
+from lmcache_stream.kvcache.mp.status import SCRATCH_PREFIX
 
 __all__ = ["held", "part", "scratch_clients"]
 

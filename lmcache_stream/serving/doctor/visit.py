@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from lmcache_stream.completions.client import ModelCard
     from lmcache_stream.kvcache.mp.context import MPKVCacheContext
-    from lmcache_stream.kvcache.mp.discovery import ServerConfig, ServerFacts
+    from lmcache_stream.kvcache.mp.status import ServerConfig, ServerFacts
     from lmcache_stream.kvcache.mp.transport import Transport
     from lmcache_stream.kvcache.mp.wire import Registered
     from lmcache_stream.serving.doctor.options import DoctorOptions

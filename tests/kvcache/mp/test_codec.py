@@ -22,7 +22,7 @@ from lmcache_stream.kvcache.mp.codec import (
     codec_for,
     format_kind,
 )
-from lmcache_stream.kvcache.mp.discovery import ModelLayout, ServerConfig, ServerFacts, ServerState
+from lmcache_stream.kvcache.mp.status import ModelLayout, ServerConfig, ServerFacts, ServerState
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,122 +1,26 @@
 from __future__ import annotations
 
-import functools
 import itertools
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lmcache_stream.errors import CacheTimeout, EngineResponseError, GeometryError
 from lmcache_stream.geometry import KVGeometry
-from lmcache_stream.kvcache.mp.codec import Codec, CPUPacked, Fused, Latent, Split
-from lmcache_stream.kvcache.mp.probe import (
-    RESOLUTION,
-    SPAN,
-    Reading,
-    judge,
-    probe,
-    probe_prompt,
-    readings,
-)
-from lmcache_stream.rotary import Rotary, rerotate_
+from lmcache_stream.kvcache.mp.codec import Codec, CPUPacked, Fused, Split
+from lmcache_stream.kvcache.mp.probe import SPAN, probe, probe_prompt
 from lmcache_stream.transfer import default_executor
 from lmcache_stream.types import TokenEvent
+
+from .models import CHUNK, codec_of, config_of, geometry_of, kv_of, plain, prompt, rotary_of, stored
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
 
     from torch import Tensor
-
-CHUNK = 64
-RECORDED = Path(__file__).parents[2] / "data" / "kv" / "vllm-cpu-packed.safetensors"
-SMALL = {
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 131072,
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768}
-MODELS: dict[str, dict[str, Any]] = {
-    "llama": {"model_type": "llama", "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
-    "llama3": {"model_type": "llama", "rope_parameters": LLAMA3},
-    "linear": {
-        "model_type": "llama",
-        "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
-    },
-    "qwen3-yarn": {"model_type": "qwen3", "rope_parameters": YARN},
-    "gpt-neox": {
-        "model_type": "gpt_neox",
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
-    },
-    "cohere": {"model_type": "cohere", "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
-}
-
-
-def plain(base: float) -> dict[str, Any]:
-    return {"rope_type": "default", "rope_theta": base}
-
-
-def config_of(name: str, **changes: Any) -> dict[str, Any]:
-    model = {**SMALL, **MODELS[name], **changes}
-    if model["model_type"] == "gpt_neox":
-        model["hidden_size"] = 128  # it has no head_dim of its own
-    config = AutoConfig.for_model(**model)
-    return dict(config.to_dict())
-
-
-@functools.cache
-def prompt() -> list[int]:
-    return probe_prompt(CHUNK)[:-1]
-
-
-@functools.cache
-def kv_of(name: str, dtype: torch.dtype) -> Tensor:
-    """What a random model keeps for the prompt: `[2, L, T, D]`."""
-    torch.manual_seed(0)
-    config = config_of(name)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype).eval()
-    with torch.no_grad():
-        cache = model(torch.tensor([prompt()]), use_cache=True, logits_to_keep=1).past_key_values
-    by_plane = [torch.stack([getattr(layer, plane)[0] for layer in cache.layers]) for plane in ("keys", "values")]
-    return torch.stack(by_plane).transpose(2, 3).flatten(3)
-
-
-def geometry_of(name: str, **changes: Any) -> KVGeometry:
-    return KVGeometry.from_config(config_of(name, **changes), block_size=32)
-
-
-def stored(kv: Tensor, codec: Codec, chunk_size: int = CHUNK) -> list[Tensor]:
-    """The chunks that a cache would hold."""
-    chunks = [torch.empty(codec.stored_shape(chunk_size), dtype=kv.dtype) for _ in range(kv.shape[2] // chunk_size)]
-    for i, chunk in enumerate(chunks):
-        codec.encode(kv[:, :, i * chunk_size : (i + 1) * chunk_size], chunk)
-    return chunks
-
-
-def codec_of(kind: type[Codec], geometry: KVGeometry) -> Codec:
-    return kind(geometry.num_layers, geometry.num_kv_heads, geometry.head_dim, 32)
-
-
-def rotary_of(geometry: KVGeometry) -> Rotary | None:
-    assert geometry.rotary is not None
-    return geometry.rotary[0]
 
 
 def test_the_prompt_has_equal_ids_far_apart_in_whole_chunks_and_one_token_more() -> None:
@@ -127,198 +31,6 @@ def test_the_prompt_has_equal_ids_far_apart_in_whole_chunks_and_one_token_more()
             places = [i for i, other in enumerate(ids[:-1]) if other == token_id]
             assert places[-1] - places[0] >= SPAN
             assert len({b - a for a, b in itertools.pairwise(places)}) > 5  # irregular
-
-
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("kind", [Split, Fused, CPUPacked], ids=lambda kind: kind.name)
-def test_finds_the_reading_of_a_models_kv_and_no_other(name: str, kind: type[Codec]) -> None:
-    geometry = geometry_of(name)
-    codec = codec_of(kind, geometry)
-    chunks = stored(kv_of(name, torch.float32), codec)
-    candidates = readings(chunks[0], geometry)
-    accepted = [verdict for verdict in judge(chunks, prompt(), candidates) if verdict.accepted]
-    assert [verdict.reading for verdict in accepted] == [Reading(codec, rotary_of(geometry))]
-    (verdict,) = accepted
-    assert verdict.span >= SPAN
-    assert verdict.key_spread < 1e-6
-    assert verdict.value_spread is not None
-    assert verdict.value_spread < 1e-6
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", MODELS)
-def test_half_precision_leaves_the_slow_pairs_unproven(name: str, dtype: torch.dtype) -> None:
-    geometry = geometry_of(name)
-    codec = codec_of(CPUPacked, geometry)
-    chunks = stored(kv_of(name, dtype), codec)
-    (verdict,) = (verdict for verdict in judge(chunks, prompt(), readings(chunks[0], geometry)) if verdict.accepted)
-    assert verdict.reading.codec == codec
-    slowest_first = sorted(zip(verdict.reading.rotary.inv_freq, verdict.pairs_proven, strict=True))  # type: ignore[union-attr]
-    proven = [is_proven for _, is_proven in slowest_first]
-    assert proven == sorted(proven)
-    assert proven[-1]
-    assert not proven[0]
-
-
-WRONG: dict[str, list[dict[str, Any]]] = {
-    "llama": [plain(10100.0), plain(100000.0), {"rope_type": "linear", "rope_theta": 10000.0, "factor": 1.01}],
-    "llama3": [
-        plain(500000.0),
-        {**LLAMA3, "factor": 8.5},
-        {**LLAMA3, "low_freq_factor": 1.1},
-        {**LLAMA3, "original_max_position_embeddings": 8000},
-    ],
-    "linear": [plain(10000.0), {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.01}],
-    "qwen3-yarn": [plain(1e6), {**YARN, "factor": 4.5}, {**YARN, "original_max_position_embeddings": 16384}],
-}
-CASES = [(name, wrong) for name, list_ in WRONG.items() for wrong in list_]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("name", "wrong"), CASES)
-def test_a_wrong_rotation_is_refused_or_unproven(name: str, wrong: Mapping[str, Any], dtype: torch.dtype) -> None:
-    geometry, other = geometry_of(name), geometry_of(name, rope_parameters=wrong)
-    codec = codec_of(Split, geometry)
-    (verdict,) = judge(stored(kv_of(name, dtype), codec), prompt(), [Reading(codec, rotary_of(other))])
-    right, tried = rotary_of(geometry), verdict.reading.rotary
-    assert right is not None
-    assert tried is not None
-    if verdict.accepted:
-        pairs = zip(right.inv_freq, tried.inv_freq, verdict.pairs_proven, strict=True)
-        assert not [a / b for a, b, proven in pairs if proven and abs(a / b - 1) > RESOLUTION]
-    if dtype is torch.float32:
-        assert not verdict.accepted
-
-
-def test_refuses_other_heads_pairings_and_positions() -> None:
-    geometry = geometry_of("llama")
-    codec, rotary = codec_of(Split, geometry), rotary_of(geometry)
-    assert rotary is not None
-    wide = Rotary(tuple((1 / 10000 ** (torch.arange(0, 128, 2) / 128)).tolist()), 128)
-    candidates = [
-        Reading(codec, replace(rotary, interleaved=True)),
-        Reading(codec, None),
-        Reading(Split(2, 1, 128), wide),
-        Reading(codec, wide),
-        Reading(Fused(2, 1, 32), None),
-    ]
-    verdicts = judge(stored(kv_of("llama", torch.float32), codec), prompt(), candidates)
-    assert not any(verdict.accepted for verdict in verdicts)
-    assert "K differs" in verdicts[1].reason
-    assert "heads of 128" in verdicts[3].reason
-    assert "must be" in verdicts[4].reason
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_finds_nothing_in_kv_scrambled_token_by_token(name: str) -> None:
-    geometry = geometry_of(name)
-    kv = kv_of(name, torch.float32)
-    order = torch.randperm(kv.shape[2], generator=torch.Generator().manual_seed(0))
-    for kind in (Split, CPUPacked):
-        chunks = stored(kv[:, :, order], codec_of(kind, geometry))
-        assert not any(verdict.accepted for verdict in judge(chunks, prompt(), readings(chunks[0], geometry)))
-        # Keys alone in order prove nothing either.
-        half = stored(torch.stack([kv[0], kv[1][:, order]]), codec_of(kind, geometry))
-        assert not any(verdict.accepted for verdict in judge(half, prompt(), readings(half[0], geometry)))
-
-
-def test_values_that_are_alike_for_all_ids_prove_nothing() -> None:
-    geometry = geometry_of("llama")
-    kv = kv_of("llama", torch.float32).clone()
-    kv[1] = 1.0
-    codec = codec_of(Split, geometry)
-    (verdict,) = judge(stored(kv, codec), prompt(), [Reading(codec, rotary_of(geometry))])
-    assert "V is too alike" in verdict.reason
-
-
-def test_nothing_is_read_where_values_are_not_finite() -> None:
-    geometry = geometry_of("llama")
-    kv = kv_of("llama", torch.float32).clone()
-    kv[1, 0, 5, 5] = torch.nan
-    codec = codec_of(Split, geometry)
-    (verdict,) = judge(stored(kv, codec), prompt(), [Reading(codec, rotary_of(geometry))])
-    assert "finite" in verdict.reason
-    assert not verdict.accepted
-
-
-def test_a_short_span_leaves_pairs_unproven() -> None:
-    geometry = geometry_of("llama")
-    codec = codec_of(Split, geometry)
-    kv = kv_of("llama", torch.float32)[:, :, : 2 * CHUNK]
-    (verdict,) = judge(stored(kv.bfloat16(), codec), prompt()[: 2 * CHUNK], [Reading(codec, rotary_of(geometry))])
-    assert verdict.accepted
-    assert 1 <= sum(verdict.pairs_proven) < 8
-
-
-def test_keys_beyond_the_limit_of_a_rotation_are_left_out() -> None:
-    geometry = geometry_of("llama")
-    codec, rotary = codec_of(Split, geometry), rotary_of(geometry)
-    assert rotary is not None
-    kv = kv_of("llama", torch.float32).clone()
-    kv[0, :, 1024:].neg_()
-    reading = Reading(codec, replace(rotary, limit=1024))
-    (verdict,) = judge(stored(kv, codec), prompt(), [reading])
-    assert verdict.accepted
-    assert 900 < verdict.span < 1024
-
-
-def latent_kv(rotary: Rotary) -> Tensor:
-    """A latent plane: constant for each id, but for the rotated slice."""
-    by_id = torch.randn(256, 192, generator=torch.Generator().manual_seed(0))
-    positions = torch.arange(len(prompt()))
-    plane = by_id[prompt()].view(1, -1, 1, 192)
-    return rerotate_(plane, torch.zeros_like(positions), positions, rotary).flatten(2).expand(2, -1, -1)[None]
-
-
-def test_reads_mla() -> None:
-    inv_freq = tuple((1 / 10000 ** (torch.arange(0, 64, 2) / 64)).tolist())
-    rotary = Rotary(inv_freq, 192, offset=128, interleaved=True)
-    geometry = KVGeometry(num_layers=2, num_kv_heads=1, head_dim=192, planes=1, rotary=(rotary, rotary))
-    codec = Latent(2, 1, 192)
-    chunks = stored(latent_kv(rotary), codec)
-    assert readings(chunks[0], geometry) == [Reading(codec, rotary)]
-    wrong = [Reading(codec, replace(rotary, interleaved=False)), Reading(codec, replace(rotary, offset=0))]
-    right, *others = judge(chunks, prompt(), [*readings(chunks[0], geometry), *wrong])
-    assert right.accepted
-    assert right.value_spread is None
-    assert not any(other.accepted for other in others)
-
-
-def test_the_recorded_chunks_are_packed_as_vllms_cpu_backend_does() -> None:
-    recorded = load_file(RECORDED)
-    rotary = Rotary(tuple((1 / 10000 ** (torch.arange(0, 64, 2) / 64)).tolist()), 64)
-    geometry = KVGeometry(num_layers=4, num_kv_heads=2, head_dim=64, block_size=32, rotary=(rotary,) * 4)
-    token_ids = recorded["token_ids"].tolist()
-    candidates = readings(recorded["chunks"][0], geometry)
-    assert [reading.codec.name for reading in candidates] == ["fused", "cpu-packed"]
-    fused, packed = judge(recorded["chunks"], token_ids, candidates)
-    assert not fused.accepted
-    assert fused.value_spread is not None
-    assert fused.value_spread > 0.5
-    assert packed.accepted
-    assert packed.key_spread < 1e-6
-    # In half precision so short a prompt does not tell a base one in a hundred off, and says so.
-    off = Rotary(tuple((1 / 10100 ** (torch.arange(0, 64, 2) / 64)).tolist()), 64)
-    (verdict,) = judge(recorded["chunks"].bfloat16(), token_ids, [Reading(packed.reading.codec, off)])
-    pairs = zip(rotary.inv_freq, off.inv_freq, verdict.pairs_proven, strict=True)
-    assert not [a for a, b, proven in pairs if proven and abs(a / b - 1) > RESOLUTION]
-
-
-def test_readings_where_nothing_is_known() -> None:
-    packed = torch.empty(1, 4, 64, 2 * 128)
-    assert {(r.codec.name, r.codec.heads, r.codec.head_dim, r.codec.block_size) for r in readings(packed, None)} == {
-        ("fused", 2, 64, None),
-        ("fused", 1, 128, None),
-        ("fused", 4, 32, None),
-        ("cpu-packed", 2, 64, 32),
-        ("cpu-packed", 1, 128, 32),
-        ("cpu-packed", 4, 32, 32),
-        ("cpu-packed", 2, 64, 64),
-        ("cpu-packed", 1, 128, 64),
-        ("cpu-packed", 4, 32, 64),
-        ("mla", 1, 256, None),
-    }
-    assert {r.codec.name for r in readings(torch.empty(2, 4, 64, 128), None)} == {"split"}
 
 
 class Cache:

@@ -12,7 +12,8 @@ import torch
 from aiohttp import web
 
 from lmcache_stream.geometry import KVGeometry
-from lmcache_stream.kvcache.mp.context import MPKVCacheContext, open_context
+from lmcache_stream.kvcache.mp.connect import open_context
+from lmcache_stream.kvcache.mp.context import MPKVCacheContext
 from lmcache_stream.rotary import rerotate_
 from lmcache_stream.serving.doctor import DoctorOptions
 from lmcache_stream.testing.fake_cache_server import FakeCacheServer

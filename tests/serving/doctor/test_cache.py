@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from lmcache_stream import bodies
-from lmcache_stream.kvcache.mp.context import open_context
+from lmcache_stream.kvcache.mp.connect import open_context
 from lmcache_stream.serving.doctor import DoctorOptions, limits
 from lmcache_stream.testing import FakeEngine, Reply
 from lmcache_stream.testing.fake_cache_server import FakeCacheServer

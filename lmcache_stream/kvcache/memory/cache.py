@@ -1,4 +1,4 @@
-"""The embedded cache: chunks of KV in this process's memory.
+"""The embedded cache itself: chunks of KV in this process's memory.
 
 A chunk is found by the chain of the ids of all chunks up to it, rooted in the model name, the `cache_salt` and the kind
 of tensor. The cache is bounded in bytes and lets go of what was used least recently, later chunks of a prefix before
@@ -12,47 +12,33 @@ import contextlib
 import dataclasses
 import hashlib
 import os
-import re
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Sized
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
-from urllib.parse import parse_qsl, urlsplit
 
 import torch
 
-from lmcache_stream.errors import CacheTimeout, UsageError
+from lmcache_stream.errors import UsageError
 from lmcache_stream.kvcache import buffers
-from lmcache_stream.kvcache.context import (
-    AsyncKVCacheContext,
-    StoreOutcome,
-    check_cache_salt,
-    check_kv,
-    check_timeout,
-    check_tokens,
-)
-from lmcache_stream.transfer import TransferExecutor, default_executor
+from lmcache_stream.kvcache.context import StoreOutcome, check_cache_salt, check_tokens
+from lmcache_stream.kvcache.memory.url import parse_url
+from lmcache_stream.transfer import default_executor
 from lmcache_stream.types import CacheKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from typing import Self
 
     from lmcache_stream.geometry import KVGeometry
-    from lmcache_stream.types import AsyncPostCompletion
 
-__all__ = ["EmbeddedCache", "MemoryKVCacheContext", "open_context"]
+__all__ = ["EmbeddedCache", "difference", "hashing"]
+
 
 T = TypeVar("T")
 
-_DEFAULT_NAME = "default"
 _DEFAULT_CHUNK_SIZE = 32
 _DEFAULT_MAX_BYTES = 2 << 30
 _HASHED_INLINE = 2048  # tokens: 0.2 ms
-_IDLE_BYTES = 256 << 20
-_UNITS = {"": 1, "b": 1}
-for _power, _letter in enumerate("kmgt", start=1):
-    _UNITS |= {f"{_letter}ib": 1024**_power, f"{_letter}b": 1000**_power}
 
 
 class EmbeddedCache:
@@ -92,7 +78,7 @@ class EmbeddedCache:
         Raises:
             UsageError: The URL makes no sense, or contradicts the cache that is open under this name.
         """
-        name, chunk_size, max_bytes = _parse(url)
+        name, chunk_size, max_bytes = parse_url(url)
         with cls._registry_lock:
             cache = cls._by_name.get(name)
             if cache is None:
@@ -133,12 +119,12 @@ class EmbeddedCache:
         Raises:
             UsageError: The geometry names another chunk size than the cache's, or another geometry is registered.
         """
-        geometry = self._fitted(geometry)
+        geometry = self.fitted(geometry)
         with self._lock:
             served = self._geometries.setdefault(model_name, geometry)
-            if difference := _difference(served, geometry):
+            if found := difference(served, geometry):
                 raise UsageError(
-                    f"memory://{self.name} serves another {model_name!r} already ({difference}): "
+                    f"memory://{self.name} serves another {model_name!r} already ({found}): "
                     f"use another cache name, or another served model name"
                 )
             self._served[model_name] += 1
@@ -155,6 +141,19 @@ class EmbeddedCache:
         """Models that engines of this process serve with this cache."""
         with self._lock:
             return dict(self._geometries)
+
+    def fitted(self, geometry: KVGeometry) -> KVGeometry:
+        """Return `geometry` with the cache's chunk size.
+
+        Raises:
+            UsageError: It names another.
+        """
+        if geometry.chunk_size is not None and geometry.chunk_size != self.chunk_size:
+            raise UsageError(
+                f"memory://{self.name} has chunks of {self.chunk_size} tokens, the geometry of {geometry.chunk_size}: "
+                f"leave the geometry's chunk_size out, or open the cache with ?chunk_size={geometry.chunk_size}"
+            )
+        return dataclasses.replace(geometry, chunk_size=self.chunk_size)
 
     def longest_prefix(
         self, model_name: str, tokens: Sequence[int], cache_salt: str = "", kind: CacheKind = CacheKind.KV
@@ -250,7 +249,7 @@ class EmbeddedCache:
         Raises:
             UsageError: The cache was dropped meanwhile.
         """
-        keys = await _hashing(tokens, self._keys, model_name, tokens, cache_salt, kind)
+        keys = await hashing(tokens, self._keys, model_name, tokens, cache_salt, kind)
         if keys:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout):
@@ -334,14 +333,6 @@ class EmbeddedCache:
         if self._dropped:
             raise UsageError(f"memory://{self.name} was closed: open it again")
 
-    def _fitted(self, geometry: KVGeometry) -> KVGeometry:
-        if geometry.chunk_size is not None and geometry.chunk_size != self.chunk_size:
-            raise UsageError(
-                f"memory://{self.name} has chunks of {self.chunk_size} tokens, the geometry of {geometry.chunk_size}: "
-                f"leave the geometry's chunk_size out, or open the cache with ?chunk_size={geometry.chunk_size}"
-            )
-        return dataclasses.replace(geometry, chunk_size=self.chunk_size)
-
     @classmethod
     def _forget_after_fork(cls) -> None:
         cls._registry_lock = threading.Lock()
@@ -367,228 +358,14 @@ class _Waiter:
             self.woken.set_result(None)
 
 
-class MemoryKVCacheContext(AsyncKVCacheContext):
-    """A context on the embedded cache. It may be used from any event loop.
-
-    Args:
-        cache: An open cache; the context takes over the caller's reference and gives it back when closed.
-        model_name: Whose KV it is.
-        geometry: Shape of that KV.
-        timeout: Seconds that a call takes at most unless it says otherwise.
-        executor: Where copies run; None for the process's own.
-    """
-
-    def __init__(
-        self,
-        cache: EmbeddedCache,
-        model_name: str,
-        geometry: KVGeometry,
-        *,
-        timeout: float = 60.0,
-        executor: TransferExecutor | None = None,
-    ) -> None:
-        self.model_name = model_name
-        self.timeout: float = check_timeout(timeout)
-        self._cache = cache
-        self._geometry = cache._fitted(geometry)
-        self._executor = executor or default_executor()
-        self._buffers = buffers.BufferPool(_IDLE_BYTES)
-        self._closed = False
-
-    @property
-    def cache(self) -> EmbeddedCache:
-        """The cache itself."""
-        return self._cache
-
-    @property
-    def chunk_size(self) -> int:
-        """Tokens a chunk."""
-        return self._cache.chunk_size
-
-    @property
-    def geometry(self) -> KVGeometry:
-        """Shape of the KV."""
-        return self._geometry
-
-    @property
-    def executor(self) -> TransferExecutor:
-        """Where copies of this cache's KV run; edits of it may run there too."""
-        return self._executor
-
-    async def retrieve(
-        self,
-        tokens: Sequence[int],
-        cache_salt: str = "",
-        *,
-        kind: CacheKind = CacheKind.KV,
-        timeout: float | None = None,
-    ) -> torch.Tensor | None:
-        """Fetch the longest cached prefix of `tokens` in whole chunks.
-
-        Returns:
-            A private, contiguous copy on the CPU: `[2, L, hit_tokens, D]` (keys, then values), `[1, L, hit_tokens, D]`
-            for MLA and `[1, L, hit_tokens, Dq]` for queries; None for less than a chunk of tokens or nothing cached.
-
-        Raises:
-            UsageError: The input cannot be right, or the context is closed.
-            CacheTimeout: The copy did not begin and end in time.
-        """
-        self._check_open()
-        return await self._run(timeout, self._retrieve, tokens, cache_salt, kind)
-
-    async def put(
-        self,
-        kv: torch.Tensor,
-        tokens: Sequence[int],
-        cache_salt: str = "",
-        *,
-        kind: CacheKind = CacheKind.KV,
-        timeout: float | None = None,
-    ) -> StoreOutcome:
-        """Store a copy of `kv` `[2, L, T, D]` for `T` tokens, both cut to whole chunks.
-
-        Returns:
-            What became of each chunk.
-
-        Raises:
-            UsageError: The input cannot be right, or the context is closed.
-            CacheTimeout: The copy did not begin and end in time.
-        """
-        self._check_open()
-        return await self._run(timeout, self._put, kv, tokens, cache_salt, kind)
-
-    async def lookup(
-        self,
-        tokens: Sequence[int],
-        cache_salt: str = "",
-        *,
-        kind: CacheKind = CacheKind.KV,
-        timeout: float | None = None,
-    ) -> int:
-        """Count the tokens of the longest cached prefix of `tokens` in whole chunks, without fetching it.
-
-        Raises:
-            UsageError: The input cannot be right, or the context is closed.
-        """
-        self._check_open()
-        return await _hashing(tokens, self._cache.covered, self.model_name, tokens, cache_salt, kind)
-
-    async def wait_for(
-        self,
-        tokens: Sequence[int],
-        *,
-        timeout: float,
-        poll_interval: float = 0.2,
-        cache_salt: str = "",
-        kind: CacheKind = CacheKind.KV,
-    ) -> int:
-        """Wait until every whole chunk of `tokens` is cached, at most `timeout` seconds; `poll_interval` is not needed.
-
-        Returns:
-            The tokens covered in the end: less than the whole chunks of `tokens` when time ran out.
-
-        Raises:
-            UsageError: The input cannot be right, or the context is closed.
-        """
-        self._check_open()
-        return await self._cache.wait_covered(
-            self.model_name, tokens, cache_salt, kind=kind, timeout=check_timeout(timeout)
-        )
-
-    async def close(self) -> None:
-        """Let go of the cache. A second close does nothing."""
-        if not self._closed:
-            self._closed = True
-            self._cache.close()
-            self._buffers.clear()
-
-    async def __aenter__(self) -> Self:
-        self._check_open()
-        return self
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise UsageError("the context is closed: connect again")
-
-    def _retrieve(self, tokens: Sequence[int], cache_salt: str, kind: CacheKind) -> torch.Tensor | None:
-        chunks = self._cache.longest_prefix(self.model_name, tokens, cache_salt, kind)
-        return self._joined(chunks) if chunks else None
-
-    def _joined(self, chunks: Sequence[torch.Tensor]) -> torch.Tensor:
-        planes, layers, size, width = chunks[0].shape
-        whole = self._buffers.empty((planes, layers, size * len(chunks), width), chunks[0].dtype)
-        for i, chunk in enumerate(chunks):
-            whole.narrow(2, i * size, size).copy_(chunk)
-        return whole
-
-    def _put(self, kv: torch.Tensor, tokens: Sequence[int], cache_salt: str, kind: CacheKind) -> StoreOutcome:
-        ids = check_tokens(tokens)
-        check_kv(kv, ids, self._geometry, kind)
-        size = self.chunk_size
-        chunks = [kv.narrow(2, start, size) for start in range(0, len(ids) - size + 1, size)]
-        return self._cache.put(self.model_name, tokens, chunks, cache_salt, kind, whole=True)
-
-    async def _run(self, timeout: float | None, fn: Callable[..., T], *args: Any) -> T:
-        seconds = self.timeout if timeout is None else check_timeout(timeout)
-        try:
-            async with asyncio.timeout(seconds):
-                return await self._executor.run(fn, *args)
-        except TimeoutError as error:
-            raise CacheTimeout(f"memory://{self._cache.name} did not copy the KV within {seconds:g} s") from error
+async def hashing(tokens: object, fn: Callable[..., T], *args: Any) -> T:
+    """Call `fn(*args)`, which hashes `tokens`: in a worker when there are enough of them to hold up the loop."""
+    if isinstance(tokens, Sized) and len(tokens) > _HASHED_INLINE:
+        return await default_executor().run(fn, *args)
+    return fn(*args)
 
 
-async def open_context(
-    url: str,
-    *,
-    http_url: str | None = None,
-    model_name: str | None = None,
-    timeout: float = 60.0,
-    geometry: KVGeometry | None = None,
-    probe: AsyncPostCompletion | None = None,
-) -> MemoryKVCacheContext:
-    """Open a context on `memory://NAME`. The geometry is the engine's own, so `http_url` and `probe` are not needed.
-
-    Raises:
-        UsageError: No engine of this process serves the model with this cache and no geometry is given, or the
-            arguments contradict the cache.
-    """
-    cache = EmbeddedCache.open(url)
-    try:
-        name, shape = _served(cache, model_name, geometry)
-        return MemoryKVCacheContext(cache, name, shape, timeout=timeout)
-    except BaseException:
-        cache.close()
-        raise
-
-
-def _served(cache: EmbeddedCache, model_name: str | None, geometry: KVGeometry | None) -> tuple[str, KVGeometry]:
-    models = cache.models()
-    names = ", ".join(sorted(models))
-    if model_name is None:
-        if len(models) > 1:
-            raise UsageError(f"memory://{cache.name} serves several models: pass model_name, one of {names}")
-        model_name = next(iter(models), _DEFAULT_NAME)
-    served = models.get(model_name)
-    if served is None and geometry is None:
-        if models:
-            raise UsageError(f"no engine serves {model_name!r} with memory://{cache.name}: pass one of {names}")
-        raise UsageError(
-            f"no engine in this process serves memory://{cache.name}: start an EmbeddedEngine with "
-            f'cache="memory://{cache.name}" in this process first, or pass geometry=KVGeometry(...)'
-        )
-    if served is None or geometry is None:
-        shape = served or geometry
-        assert shape is not None
-        return model_name, shape
-    if difference := _difference(served, geometry):
-        raise UsageError(
-            f"the given geometry is not the one of the engine that serves {model_name!r} ({difference}): leave it out"
-        )
-    cache._fitted(geometry)
-    return model_name, dataclasses.replace(geometry, **_known(served))
-
-
-def _difference(served: KVGeometry, given: KVGeometry) -> str:
+def difference(served: KVGeometry, given: KVGeometry) -> str:
     """The first field in which both are known and differ, in words; empty when there is none."""
     for field in ("num_layers", "num_kv_heads", "head_dim", "planes", "dtype"):
         has, asked = getattr(served, field), getattr(given, field)
@@ -597,49 +374,8 @@ def _difference(served: KVGeometry, given: KVGeometry) -> str:
     return ""
 
 
-def _known(geometry: KVGeometry) -> dict[str, Any]:
-    fields = {field.name: getattr(geometry, field.name) for field in dataclasses.fields(geometry)}
-    return {name: value for name, value in fields.items() if value is not None}
-
-
-def _parse(url: str) -> tuple[str, int | None, int | None]:
-    parts = urlsplit(url)
-    name = parts.netloc or _DEFAULT_NAME
-    if parts.scheme != "memory" or parts.path.strip("/") or parts.fragment:
-        raise UsageError(f"the embedded cache's url is memory://NAME?chunk_size=32&max_bytes=2GiB, not {url!r}")
-    query = dict(parse_qsl(parts.query, keep_blank_values=True))
-    chunk_size, max_bytes = query.pop("chunk_size", None), query.pop("max_bytes", None)
-    if query:
-        raise UsageError(f"{url!r} has an unknown parameter {min(query)!r}: chunk_size and max_bytes are known")
-    return (
-        name,
-        None if chunk_size is None else _positive(chunk_size, "chunk_size"),
-        None if max_bytes is None else _size(max_bytes),
-    )
-
-
-def _positive(text: str, name: str) -> int:
-    if not re.fullmatch(r"[0-9]+", text) or int(text) < 1:
-        raise UsageError(f"{name} must be a whole number of at least 1, not {text!r}")
-    return int(text)
-
-
-def _size(text: str) -> int:
-    match = re.fullmatch(r"([0-9]+)\s*([a-z]*)", text.strip().lower())
-    if match is None or match[2] not in _UNITS or int(match[1]) < 1:
-        raise UsageError(f"max_bytes must be a size such as 2GiB, 500MB or 1048576, not {text!r}")
-    return int(match[1]) * _UNITS[match[2]]
-
-
 def _private_copy(chunk: torch.Tensor) -> torch.Tensor:
     return buffers.empty(chunk.shape, chunk.dtype).copy_(chunk.detach())
-
-
-async def _hashing(tokens: object, fn: Callable[..., T], *args: Any) -> T:
-    """Call `fn(*args)`, which hashes `tokens`: in a worker when there are enough of them to hold up the loop."""
-    if isinstance(tokens, Sized) and len(tokens) > _HASHED_INLINE:
-        return await default_executor().run(fn, *args)
-    return fn(*args)
 
 
 def _free(chunks: OrderedDict[bytes, torch.Tensor]) -> None:

@@ -1,0 +1,165 @@
+"""What the chunks of a model hold: told, proven or learnt from chunks that came back, and never guessed."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import torch
+
+from lmcache_stream.errors import CacheProtocolError, GeometryError, UsageError
+from lmcache_stream.kvcache.mp.codec import Codec, Latent, Split, codec_for
+from lmcache_stream.kvcache.mp.registry import Layout
+from lmcache_stream.types import CacheKind
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lmcache_stream.geometry import KVGeometry
+    from lmcache_stream.kvcache.mp.status import ServerFacts
+
+__all__ = ["ChunkFormat"]
+
+
+class ChunkFormat:
+    """How chunks of one model are read and written.
+
+    Args:
+        facts: What the server says.
+        geometry: Shape of the KV, as far as it is known; None: nothing is.
+        explicit: Whether the caller gave that shape.
+
+    Attributes:
+        codec: How chunks of KV are read; None while that is open.
+        geometry: Shape of the KV by now.
+    """
+
+    def __init__(self, facts: ServerFacts, geometry: KVGeometry | None, *, explicit: bool) -> None:
+        model = facts.model
+        self.codec: Codec | None = None
+        self.geometry = geometry
+        self._model = model
+        self._chunk_size = facts.chunk_size
+        self._unreadable: GeometryError | None = None
+        self._shape_known = explicit or None not in (model.num_layers, model.dtype, model.width)
+        self._queries: tuple[Latent, torch.dtype] | None = None
+        if geometry is not None:
+            try:
+                self._read_with(codec_for(facts, geometry))
+            except GeometryError as error:
+                self._unreadable = error
+
+    def adopt(self, codec: Codec, geometry: KVGeometry) -> None:
+        """Read chunks with `codec` from now on, since chunks of the cache have proven it."""
+        self._read_with(codec)
+        self.geometry = geometry
+        self._unreadable = None
+        self._shape_known = True
+
+    def check_readable(self) -> None:
+        """Raise if it is known already that chunks of KV cannot be read."""
+        if self._unreadable is not None:
+            raise self._unreadable
+
+    def for_reading(self, kind: CacheKind, chunk: Tensor) -> Codec:
+        """Choose how to read chunks; what comes back from the cache is the truth about their shape and dtype.
+
+        Args:
+            kind: What the chunks hold.
+            chunk: One of them.
+
+        Raises:
+            GeometryError: It can be read in several ways, or contradicts the geometry in use.
+            CacheProtocolError: It cannot be a chunk.
+        """
+        shape = tuple(chunk.shape[1:] if chunk.dim() == 4 and chunk.shape[0] == 1 else chunk.shape)
+        if len(shape) not in (3, 4) or shape[-2] != self._chunk_size:
+            raise CacheProtocolError(f"the cache holds chunks of shape {list(shape)} for {self._chunk_size} tokens")
+        if kind is CacheKind.QUERY:
+            if len(shape) != 3:
+                raise CacheProtocolError(f"the cache holds queries of shape {list(shape)}, not one plane")
+            self._queries = Latent(shape[0], 1, shape[2]), chunk.dtype
+            return self._queries[0]
+        if self.codec is None and self.geometry is None and len(shape) == 4:
+            self.codec = Split(shape[1], 1, shape[3])
+        if self.codec is None:
+            raise self._unreadable or GeometryError(
+                f"{self._model.described} lies in chunks of shape {list(shape)}, which can be read in several "
+                "ways: connect with probe=engine, or with geometry=KVGeometry(...)"
+            )
+        expected = self.codec.stored_shape(self._chunk_size)
+        if shape != expected:
+            raise GeometryError(
+                f"the cache holds chunks of {list(shape)} for {self._model.model_name!r}, but the geometry in use "
+                f"makes them {list(expected)} ({self.codec.name}): {self.geometry}"
+            )
+        if self.geometry is not None:
+            known = self.geometry.dtype
+            if known is not None and known != chunk.dtype:
+                raise GeometryError(
+                    f"the cache holds {chunk.dtype} for {self._model.model_name!r}, but the geometry in use says "
+                    f"{known}"
+                )
+            self.geometry = dataclasses.replace(self.geometry, dtype=chunk.dtype)
+        self._shape_known = True
+        return self.codec
+
+    def for_writing(self, kind: CacheKind, kv: Tensor) -> tuple[Codec, torch.dtype]:
+        """How `kv` `[planes, L, T, D]` is written, and the dtype that chunks have.
+
+        Raises:
+            GeometryError: That is not known for sure.
+            UsageError: Chunks of such queries have another shape.
+        """
+        if kind is CacheKind.QUERY:
+            return self._for_writing_queries(kv)
+        self.check_readable()
+        dtype = self.geometry.dtype if self.geometry is not None else None
+        if self.codec is None or dtype is None or not self._shape_known:
+            raise GeometryError(
+                f"the shape of the KV that the cache holds for {self._model.model_name!r} is not known for sure yet: "
+                "retrieve some first, or connect with geometry=KVGeometry(..., dtype=...)"
+            )
+        return self.codec, dtype
+
+    def layout_to_read(self) -> Layout:
+        """What to register with before anything is read."""
+        dtype = (self.geometry.dtype if self.geometry is not None else None) or self._model.dtype
+        if self.codec is not None and dtype is not None:
+            return self.layout_to_write(self.codec, dtype)
+        # Reads do not depend on it.
+        return Layout(1, 1, torch.uint8, True, self._block_size, self._model.world_size)
+
+    def layout_to_write(self, codec: Codec, dtype: torch.dtype) -> Layout:
+        """What to register with before chunks are written with `codec`."""
+        width = codec.stored_shape(self._chunk_size)[-1]
+        world_size = self._model.world_size
+        return Layout(codec.num_layers, width, dtype, codec.stored_mla, self._block_size, world_size)
+
+    @property
+    def _block_size(self) -> int:
+        return self._model.block_size or self._chunk_size
+
+    def _for_writing_queries(self, kv: Tensor) -> tuple[Codec, torch.dtype]:
+        layers, width = kv.shape[1], kv.shape[3]
+        ranks = self._model.world_size
+        if self._queries is not None:
+            codec, dtype = self._queries
+            if (layers, width, kv.dtype) != (codec.num_layers, codec.width * ranks, dtype):
+                shape = f"[1, {codec.num_layers}, T, {codec.width * ranks}] of {dtype}"
+                raise UsageError(f"queries are {shape} in the cache, not {list(kv.shape)} of {kv.dtype}")
+            return self._queries
+        if self.geometry is None or self.geometry.num_heads is None:
+            raise GeometryError(
+                f"the shape of the queries of {self._model.model_name!r} is not known: retrieve some first, or "
+                "connect with geometry=KVGeometry(..., num_heads=...)"
+            )
+        if width % ranks:
+            raise UsageError(f"queries of width {width} do not divide over {ranks} ranks")
+        return Latent(layers, 1, width // ranks), kv.dtype
+
+    def _read_with(self, codec: Codec) -> None:
+        ranks = self._model.world_size
+        if isinstance(codec, Latent) and ranks > 1:
+            raise GeometryError(f"MLA over {ranks} ranks is not supported: serve {self._model.model_name!r} with one")
+        self.codec = codec
