@@ -176,6 +176,7 @@ class TestWords:
             (("demo", "--editor", "snapvk"), "no editor is called 'snapvk': choose from"),
             ((*SERVE, "--editor", "snapvk"), "no editor is called 'snapvk': choose from"),
             (("bench", "quality", "--editor", "snapvk"), "no editor is called 'snapvk': choose from"),
+            (("bench", "quality", "--baseline", "snapvk"), "no editor is called 'snapvk': choose from"),
             (("editors", "snapvk"), "no editor is called 'snapvk': choose from"),
             (("demo", "--editor", "snapkv:windw=8"), "snapkv has no parameter windw: choose from"),
             ((*SERVE, "--editor", "snapkv:windw=8"), "snapkv has no parameter windw: choose from"),

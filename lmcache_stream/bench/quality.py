@@ -17,6 +17,7 @@ from lmcache_stream.bench.tasks import DEPTHS, TASKS
 from lmcache_stream.bench.texts import load_corpus
 from lmcache_stream.bench.variants import LeftOut, default_variants, make_variants
 from lmcache_stream.console import add_json_file
+from lmcache_stream.editors import registry
 from lmcache_stream.editors.base import Scope
 from lmcache_stream.engine.model import CausalLM, load_model, load_tokenizer
 from lmcache_stream.errors import UsageError
@@ -126,6 +127,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _plan(options: argparse.Namespace) -> tuple[Plan, list[LeftOut]]:
+    registry.find(options.baseline.partition(",")[0].replace("_", "-"))  # raises, with the choices
     crossed: dict[str, Any] = {
         "scopes": options.scope or ["shared"],
         "keeps": options.keep or [0.9, 0.7, 0.5, 0.3, 0.1],

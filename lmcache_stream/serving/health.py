@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["answers_healthy", "comes_true", "get_json", "has_ended", "not_in_time"]
 
 POLL_INTERVAL = 0.25
+ANSWER = 5.0
 
 
 async def comes_true(
@@ -68,7 +69,9 @@ async def get_json(url: str) -> dict[str, Any]:
         if body is None:
             raise CacheError(f"{url} answers more than {bodies.MOST_BYTES} bytes")
         answer: Any = json.loads(body)
-    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+    except TimeoutError as error:
+        raise CacheError(f"{url} did not answer in time") from error
+    except (aiohttp.ClientError, ValueError) as error:
         raise CacheError(f"{url} did not answer: {error}") from error
     if not isinstance(answer, dict):
         raise CacheError(f"{url} answered no JSON object")
@@ -76,7 +79,7 @@ async def get_json(url: str) -> dict[str, Any]:
 
 
 def http_session() -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5.0))
+    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ANSWER))
 
 
 async def has_ended(process: ServerProcess) -> str:

