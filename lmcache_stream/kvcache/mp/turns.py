@@ -33,7 +33,7 @@ class Turns:
     """
 
     def __init__(self, lifetime: Lifetime, *, at_once: int, chunk_size: int) -> None:
-        self.free = asyncio.Semaphore(at_once)
+        self.free: asyncio.Semaphore = asyncio.Semaphore(at_once)
         self._lifetime = lifetime
         self._chunk_size = chunk_size
         self._busy: dict[Prefix, tuple[asyncio.Lock, int]] = {}

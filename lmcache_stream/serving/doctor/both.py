@@ -6,12 +6,13 @@ import asyncio
 import random
 import time
 import warnings
+from collections.abc import Callable
 from functools import partial
 
 import torch
 
 from lmcache_stream.serving.doctor import limits
-from lmcache_stream.serving.doctor.checks import Check, declare
+from lmcache_stream.serving.doctor.checks import Check, Examine, declare
 from lmcache_stream.serving.doctor.findings import Fails, Result, passes, warns
 from lmcache_stream.serving.doctor.remedies import CONNECTOR, HONOUR_SALTS, START_CACHE, TELL_CACHED
 from lmcache_stream.serving.doctor.status import held, part, scratch_clients
@@ -23,7 +24,7 @@ CHUNKS = 3
 TAIL = 5
 
 CHECKS: list[Check] = []
-check = partial(declare, CHECKS)
+check: partial[Callable[[Examine], Examine]] = partial(declare, CHECKS)
 
 
 @check(

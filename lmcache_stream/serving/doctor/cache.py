@@ -7,6 +7,7 @@ import contextlib
 import os
 import secrets
 import uuid
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from lmcache_stream.kvcache.mp.status import SCRATCH_PREFIX, ServerFacts, parse_
 from lmcache_stream.kvcache.mp.transport import open_transport
 from lmcache_stream.kvcache.mp.wire import GET_CHUNK_SIZE, REGISTER, UNREGISTER, Registration
 from lmcache_stream.serving.doctor import limits
-from lmcache_stream.serving.doctor.checks import Check, declare
+from lmcache_stream.serving.doctor.checks import Check, Examine, declare
 from lmcache_stream.serving.doctor.findings import Blocked, Fails, Result, passes, warns
 from lmcache_stream.serving.doctor.http import get, version_in
 from lmcache_stream.serving.doctor.remedies import CONNECTOR, START_CACHE
@@ -29,7 +30,7 @@ from lmcache_stream.serving.doctor.visit import Visit
 __all__ = ["CHECKS"]
 
 CHECKS: list[Check] = []
-check = partial(declare, CHECKS)
+check: partial[Callable[[Examine], Examine]] = partial(declare, CHECKS)
 
 
 @check("cache http", remedy=START_CACHE)

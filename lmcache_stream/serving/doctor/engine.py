@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import partial
 
 from lmcache_stream.completions.faults import excerpt
 from lmcache_stream.errors import EngineResponseError
 from lmcache_stream.serving.doctor import limits
-from lmcache_stream.serving.doctor.checks import Check, declare
+from lmcache_stream.serving.doctor.checks import Check, Examine, declare
 from lmcache_stream.serving.doctor.findings import Fails, Result, passes, warns
 from lmcache_stream.serving.doctor.http import version_in
 from lmcache_stream.serving.doctor.remedies import HONOUR_SALTS, START_ENGINE, TELL_CACHED
@@ -19,7 +20,7 @@ __all__ = ["CHECKS"]
 SHORT_PROMPT = (11, 29, 53, 83, 127, 191)
 
 CHECKS: list[Check] = []
-check = partial(declare, CHECKS)
+check: partial[Callable[[Examine], Examine]] = partial(declare, CHECKS)
 
 
 @check("engine", remedy=START_ENGINE)
