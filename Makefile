@@ -104,6 +104,7 @@ quality: $(STAMP)
 kvpress: $(KVPRESS_STAMP)
 	OMP_NUM_THREADS=1 $(KVPRESS_BIN)/python benchmarks/bench_quality_vs_kvpress.py \
 	  --json benchmarks/quality_vs_kvpress.json $(KVPRESS_ARGS)
+	$(BIN)/python benchmarks/kvpress_page.py
 
 # What dropping half of the tokens gains where KV memory is the bottleneck; a quarter of an hour, alone on the machine.
 headline: $(STAMP) $(REAL_STAMP)
