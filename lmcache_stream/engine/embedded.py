@@ -163,6 +163,8 @@ class EmbeddedEngine:
             await runner.cleanup()
         if scheduler is not None:
             await in_thread(scheduler.join)
+        if self._core is not None:
+            await in_thread(self._core.lm.close)
         self._let_go()
 
     async def __aenter__(self) -> Self:
@@ -216,13 +218,11 @@ class EmbeddedEngine:
         return self._core
 
     def _let_go(self) -> None:
-        core, self._core = self._core, None
+        self._core = None
         cache, self._cache = self._cache, None
         registered, self._registered = self._registered, False
         self._starting = False
         self._base_url = ""
-        if core is not None:
-            core.lm.close()
         if cache is not None:
             if registered:
                 cache.unregister_model(self._served_model_name)

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+import transformers
 from transformers import AutoConfig
+
+REFERENCE = pytest.mark.skipif(
+    tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 20),
+    reason="this transformers lacks models that it is compared with",
+)
+"""Tests that need a transformers of about the time of this package."""
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

@@ -10,7 +10,7 @@ import torch
 
 from lmcache_stream.rotary import Rotary, rerotate
 from lmcache_stream.rotary.parameters import INTERLEAVED
-from tests.rotary.configs import LLAMA, SCALINGS, transformers_config
+from tests.rotary.configs import LLAMA, REFERENCE, SCALINGS, transformers_config
 
 MODULES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaRotaryEmbedding", {}),
@@ -66,6 +66,7 @@ def test_interleaved_models_rotate_neighbours(model_type: str) -> None:
     assert modeling.rotate_half(torch.tensor([1.0, 2.0, 3.0, 4.0])).tolist() == [-2.0, 1.0, -4.0, 3.0]
 
 
+@REFERENCE
 def test_gptj_rotates_neighbours_of_its_rotary_dim() -> None:
     from transformers.models.gptj import modeling_gptj
 

@@ -9,9 +9,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from lmcache_stream.errors import GeometryError
 from lmcache_stream.rotary import Rotary
-from tests.rotary.configs import LLAMA, SCALINGS, transformers_config
+from tests.rotary.configs import LLAMA, REFERENCE, SCALINGS, transformers_config
 
 
+@REFERENCE
 @pytest.mark.parametrize("style", ["rope_scaling", "rope_parameters"])
 @pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
 def test_scaled_frequencies_equal_those_of_transformers(scaling: dict[str, Any], style: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 from lmcache_stream.errors import GeometryError
 from lmcache_stream.rotary import Rotary
 from lmcache_stream.rotary.parameters import DEFAULT_PARTIAL, DEFAULT_THETA, NO_ROTARY
-from tests.rotary.configs import LLAMA, transformers_config
+from tests.rotary.configs import LLAMA, REFERENCE, transformers_config
 
 
 def test_older_type_key_is_read() -> None:
@@ -45,6 +45,7 @@ def test_gemma3_reads_alike_from_old_and_new_configurations() -> None:
         assert Rotary.from_config(old, layer_type) == Rotary.from_config(new, layer_type)
 
 
+@REFERENCE
 @pytest.mark.parametrize("model_type", sorted({*DEFAULT_THETA, *DEFAULT_PARTIAL} - {"gptj", "codegen"}))
 def test_defaults_are_those_of_transformers(model_type: str) -> None:
     parameters = transformers_config(model_type).to_dict()["rope_parameters"]

@@ -196,6 +196,7 @@ class GrpcTransport:
         self._target = _target(url)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._connections: list[_Connection] = []
+        self._under_way: set[grpc.aio.Call] = set()
         self._closed = False
 
     async def call(self, operation: Operation[R], *args: Any, timeout: float, lane: int = 0) -> R:
@@ -216,7 +217,11 @@ class GrpcTransport:
                 body, timeout=left if left < math.inf else None, metadata=connection.metadata
             )
             _outlive_the_loop(under_way)
-            answer: bytes = await under_way
+            self._under_way.add(under_way)
+            try:
+                answer: bytes = await under_way
+            finally:
+                self._under_way.discard(under_way)
         except grpc.aio.AioRpcError as error:
             raise self._mapped(error, operation, timeout) from error
         except grpc.aio.UsageError:
@@ -236,6 +241,8 @@ class GrpcTransport:
         if self._closed:
             return
         self._closed = True
+        for call in tuple(self._under_way):  # which a channel of older versions waits for
+            call.cancel()
         await asyncio.shield(asyncio.gather(*(connection.channel.close(None) for connection in self._connections)))
 
     def _connection(self, lane: int) -> _Connection:

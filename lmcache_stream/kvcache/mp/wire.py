@@ -248,7 +248,7 @@ def split_reply(frames: Sequence[Buffer]) -> tuple[int, int | str, Buffer | None
         raise CacheProtocolError(f"the cache server sent {len(frames)} frames where a reply has two or three")
     try:
         return _decode_uid(frames[0]), _decode_operation(frames[1]), frames[2] if len(frames) == 3 else None
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CacheProtocolError(f"the cache server sent a reply that cannot be read: {error}") from error
 
 
