@@ -54,7 +54,7 @@ def every_method(found: Mapping[str, Any]) -> str:
             [
                 "method",
                 f"kept sets: Jaccard at {', '.join(map(str, keeps))}",
-                *(f"NLL, ours - kvpress, at {keep}" for keep in keeps),
+                *(f"NLL, ours - kvpress: at {keep}" for keep in keeps),
             ]
         ),
         "|---|---|" + "--:|" * len(keeps),

@@ -45,7 +45,7 @@ def is_whole(command: str) -> bool:
 
 def as_script(code: str) -> str:
     """`code`, with what awaits put into a coroutine."""
-    if "async with" not in code:
+    if "async with" not in code or "async def" in code:
         return code
     head, body = code.split("async with", 1)
     main = textwrap.indent("async with" + body, "    ")

@@ -62,7 +62,8 @@ class AsyncLMCacheStream(StreamFace):
     ) -> None:
         if not isinstance(ctx, AsyncKVCacheContext):
             raise TypeError(
-                "AsyncLMCacheStream takes a context from aconnect(...); LMCacheStream takes one from connect(...)"
+                f"the first argument is a {type(ctx).__name__}: AsyncLMCacheStream takes (context, engine, ids), with "
+                "a context from `async with aconnect(...)`; LMCacheStream takes one from connect(...)"
             )
         if not callable(post_completion):
             raise TypeError("post_completion must be callable as (prompt_token_ids, sampling_params, cache_salt)")

@@ -114,10 +114,16 @@ class StreamKV:
                         await self._require_edit_in(kv)
                         return kv
                 if loop.time() >= last or covered < wanted:
+                    asked = (
+                        "does the engine offload to this cache, under this model name and cache_salt, and has the "
+                        "cache room?"
+                        if state.last_metrics is not None
+                        else 'this stream has sent no request yet: await generate({"max_tokens": 1}) first, so that '
+                        "the engine offloads the prompt"
+                    )
                     raise CoverageTimeout(
                         f"stream {self._stream_id}: after {coverage.timeout:g} s the cache covers {seen} of {wanted} "
-                        "tokens; does the engine offload to this cache, under this model name and cache_salt, and "
-                        "has the cache room? (allow_partial=True takes what is there)",
+                        f"tokens; {asked} (allow_partial=True takes what is there)",
                         seen=seen,
                         wanted=wanted,
                     )
@@ -300,7 +306,7 @@ def _check_pair(kv: Any, tokens: Sequence[int], *, like: tuple[torch.Size, torch
     if not isinstance(kv, torch.Tensor) or kv.ndim != 4:
         raise UsageError(f"KV must be a tensor [2, L, T, D], not {getattr(kv, 'shape', type(kv).__name__)}")
     if kv.shape[2] != len(ids):
-        raise UsageError(f"KV of {kv.shape[2]} tokens does not fit {len(ids)} ids")
+        raise UsageError(f"KV of {kv.shape[2]} tokens does not fit {len(ids)} ids: give one id for each token of it")
     if like is not None:
         shape, dtype = like
         if (kv.shape[0], kv.shape[1], kv.shape[3]) != (shape[0], shape[1], shape[3]):

@@ -87,7 +87,7 @@ class ModifyReceipt:
 
     tokens_before: int
     tokens_after: int
-    kept_positions: torch.Tensor | None = field(default=None, compare=False)
+    kept_positions: torch.Tensor | None = field(default=None, compare=False, repr=False)
     asked: float | int | None = None
     chunks_stored: int = 0
     recomputed: int = 0

@@ -52,7 +52,8 @@ class LMCacheStream(StreamFace):
     ) -> None:
         if not isinstance(ctx, KVCacheContext):
             raise TypeError(
-                "LMCacheStream takes a context from connect(...); AsyncLMCacheStream takes one from aconnect(...)"
+                f"the first argument is a {type(ctx).__name__}: LMCacheStream takes (context, engine, ids), with a "
+                "context from connect(...); AsyncLMCacheStream takes one from aconnect(...)"
             )
         self._ctx = ctx
         self._own(

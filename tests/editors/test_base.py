@@ -11,7 +11,8 @@ from hypothesis import given as draw
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from lmcache_stream.editors import EditInput, StreamingLLM, TokenDropping
+from lmcache_stream.editors import EditInput, LayerScoring, StreamingLLM, TokenDropping
+from lmcache_stream.editors.base import Layer
 from lmcache_stream.errors import UsageError
 from tests.editors.inputs import CHUNK, HEADS, LAYERS, given
 
@@ -156,3 +157,15 @@ def test_a_call_without_chunks_keeps_what_was_asked() -> None:
     x = given(3 * CHUNK)
     _, tokens = StreamingLLM(keep=11, rerotate=False)(x.kv, list(x.tokens))
     assert tokens == [*range(1000, 1004), *range(1000 + 3 * CHUNK - 7, 1000 + 3 * CHUNK)]
+
+
+def test_scores_of_another_shape_are_refused_by_name() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Flat(LayerScoring):
+        name = "flat"
+
+        def score_layer(self, layer: Layer, budget: int) -> torch.Tensor:
+            return torch.zeros(3)
+
+    with pytest.raises(UsageError, match=r"Flat.score_layer must give \[KV heads, tokens\] = \[\d+, 64\], not \[3\]"):
+        Flat(keep=0.5).edit(given(64))

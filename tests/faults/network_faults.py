@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -51,6 +52,16 @@ def slow(proxy: TcpProxy) -> None:
 
 def narrow(proxy: TcpProxy) -> None:
     proxy.up.rate = proxy.down.rate = 20_000.0
+
+
+async def drop_idle(proxy: TcpProxy, *, reset: bool = False) -> None:
+    """Drop what is connected; the client has seen it when it has come back."""
+    before = proxy.connections
+    await proxy.drop(reset=reset)
+    for _ in range(3000):
+        if proxy.connections >= before:
+            return
+        await asyncio.sleep(0.01)
 
 
 async def refuse(proxy: TcpProxy) -> None:
@@ -114,8 +125,14 @@ NETWORK_FAULTS = [
     ),
     network("cache server far away", "modify", to_cache, slow, Survives()),
     network("cache server behind a narrow line", "modify", to_cache, narrow, Survives()),
-    network("idle connections to the cache dropped", "modify", to_cache, lambda link: link.drop(), Survives()),
-    network("idle connections to the cache reset", "decode", to_cache, lambda link: link.drop(reset=True), Survives()),
+    network("idle connections to the cache dropped", "modify", to_cache, drop_idle, Survives()),
+    network(
+        "idle connections to the cache reset",
+        "decode",
+        to_cache,
+        lambda link: drop_idle(link, reset=True),
+        Survives(),
+    ),
     network("request to the cache cut half way", "modify", to_cache, lambda link: link.up.cut(100), LOST),
     network("answer of the cache cut half way", "modify", to_cache, lambda link: link.down.cut(5), LOST),
     network("answer of the cache reset half way", "modify", to_cache, lambda link: link.down.cut(5, reset=True), LOST),

@@ -436,3 +436,21 @@ async def test_a_refused_store_says_why_and_what_to_do(one: Setup, monkeypatch: 
         "keeps what it has (leave salt_edits on: an edit needs a cache_salt of its own), and for 1 it has no room "
         "(give it more, or edit fewer streams at once)"
     )
+
+
+async def test_a_forgotten_prefill_is_named(one: Setup) -> None:
+    stream = one.stream(18)
+    with pytest.raises(CoverageTimeout, match="this stream has sent no request yet: await generate"):
+        await stream.modify_kv(keep, timeout=0)
+    one.engine.offload = False
+    await stream.generate(PREFILL)
+    with pytest.raises(CoverageTimeout, match="does the engine offload to this cache"):
+        await stream.modify_kv(keep, timeout=0)
+
+
+async def test_a_receipt_prints_without_its_positions(one: Setup) -> None:
+    stream = one.stream(18)
+    await stream.generate(PREFILL)
+    receipt = await stream.modify_kv(drop_every_other)
+    assert "tokens_after=8" in repr(receipt)
+    assert "kept_positions" not in repr(receipt)

@@ -53,7 +53,14 @@ class LayerScoring(TokenDropping):
         scores = torch.empty(x.kv.shape[1], heads, len(x.tokens), device=x.kv.device)
         for index in range(x.kv.shape[1]):
             for some in heads_at_once(x.kv, heads):
-                scores[index, some] = self.score_layer(self._layer(x, index, some, heads), budget)
+                layer = self._layer(x, index, some, heads)
+                rated = self.score_layer(layer, budget)
+                if rated.shape != layer.keys.shape[:2]:
+                    raise UsageError(
+                        f"{type(self).__name__}.score_layer must give [KV heads, tokens] = "
+                        f"{list(layer.keys.shape[:2])}, not {list(rated.shape)}"
+                    )
+                scores[index, some] = rated
         return scores
 
     def _layer(self, x: EditInput, index: int, some: slice, heads: int) -> Layer:

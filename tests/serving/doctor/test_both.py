@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -84,14 +85,20 @@ async def test_a_cache_server_on_which_something_is_left(model: str, monkeypatch
     assert "1 sessions" in found["clean up"].detail
 
 
+@pytest.mark.parametrize("earlier", [0, 60])
 async def test_a_cache_server_on_which_the_engines_sessions_are_left(
-    model: str, monkeypatch: pytest.MonkeyPatch
+    model: str, earlier: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "ANSWER", 0.3)
     async with stack(model, left={"sessions": 1}) as (options, server):
         status = server.status
         pulled = {"9": {"model_name": model, "world_size": 1}}
-        monkeypatch.setattr(server, "status", lambda: {**status(), "cache_context_meta": pulled})
+
+        def with_the_engines() -> dict[str, Any]:
+            now = status()
+            return {**now, "cache_context_meta": pulled, "active_sessions": now["active_sessions"] + earlier}
+
+        monkeypatch.setattr(server, "status", with_the_engines)
         server.fault(END_SESSION, "ignore")
         found = await examined(options)
     assert found["clean up"].status == "pass"
