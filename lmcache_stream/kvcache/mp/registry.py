@@ -72,7 +72,7 @@ class Client:
         asking: How many times it is being asked for now.
         times_registered: How often it was made, and its pool mapped.
         writing: Stores under way, which may have reserved something.
-        lost: Stores that have ended and may have left something reserved, which the end of the client would publish.
+        lost: Whether a store has ended that may have left something reserved: the end of the client would publish it.
     """
 
     instance_id: int
@@ -82,7 +82,7 @@ class Client:
     asking: int = 0
     times_registered: int = 0
     writing: set[object] = field(default_factory=set)
-    lost: set[object] = field(default_factory=set)
+    lost: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +181,7 @@ class Registry:
             if client.times_registered == seen:
                 await self._register(client, timeout)
                 logger.info("registered again at %s, which had forgotten us", self._transport.url)
-                client.lost.clear()
+                client.lost = False
 
     async def forgotten(self, client: Client) -> bool:
         """Tell whether the server does not know `client` any more; False where it does not say."""

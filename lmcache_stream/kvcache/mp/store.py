@@ -192,13 +192,13 @@ class Storer:
                     if indices and await session.commit_store(rank, client):
                         taken[rank].update(indices)
         except BaseException:
-            client.lost.add(session)
+            client.lost = True
             raise
         finally:
             client.writing.discard(session)
         if failure is not None:
             if not isinstance(failure, AbandonedError):
-                client.lost.add(session)
+                client.lost = True
             raise failure
         return taken
 

@@ -1,15 +1,17 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from typing import Any
 
 import pytest
 import torch
 
-from lmcache_stream.errors import CacheProtocolError, CacheTimeout, UsageError
+from lmcache_stream.errors import CacheError, CacheProtocolError, CacheTimeout, UsageError
 from lmcache_stream.kvcache.context import StoreOutcome
 from lmcache_stream.kvcache.mp import wire
 from lmcache_stream.kvcache.mp.context import MPKVCacheContext
+from lmcache_stream.kvcache.mp.session import Session
 from lmcache_stream.testing.fake_cache_server import FakeCacheServer
 
 from .opened import GEOMETRY, MODEL, TOKENS, C, made_kv, opened, retrieved, until_let_go
@@ -126,3 +128,19 @@ async def test_a_store_that_never_began_leaves_no_registration(server: FakeCache
             await ctx.put(torch.randn(2, 3, len(TOKENS), 8), TOKENS, "\ud800")
     assert server.clients == []
     assert server.held == {}
+
+
+async def test_a_store_that_failed_keeps_nothing_alive(
+    shm_server: FakeCacheServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its error knows the slots by its traceback: who keeps it keeps the pool mapped, also a server's that is gone."""
+    for name in ("REPEAT", "PATIENCE", "CLEAN_UP"):
+        monkeypatch.setattr(f"lmcache_stream.kvcache.mp.session.{name}", 0.1)
+    async with opened(shm_server) as context:
+        shm_server.fault(wire.COMMIT_STORE, "ignore", times=2)
+        with pytest.raises(CacheError, match="did not answer commit_store"):
+            await context.put(made_kv(), TOKENS, timeout=0.2)
+        async with asyncio.timeout(20):
+            while any(type(kept) is Session for kept in gc.get_objects()):
+                await asyncio.sleep(0.05)
+                gc.collect()
