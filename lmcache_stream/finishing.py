@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import threading
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import anyio
 
-__all__ = ["in_thread", "to_the_end"]
+__all__ = ["finish", "in_thread", "to_the_end"]
 
 T = TypeVar("T")
 
@@ -45,3 +46,13 @@ async def to_the_end(work: Awaitable[T]) -> T:
     if not running.cancelled():
         running.exception()  # nobody wants it any more
     raise cancelled
+
+
+async def finish(task: asyncio.Future[Any], seconds: float | None) -> None:
+    """Wait for `task`, at most `seconds`, whatever happens to the waiter; its result is not looked at."""
+    loop = asyncio.get_running_loop()
+    deadline = None if seconds is None else loop.time() + seconds
+    with anyio.CancelScope(shield=True):
+        while not task.done() and (deadline is None or loop.time() < deadline):
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([task], timeout=None if deadline is None else deadline - loop.time())

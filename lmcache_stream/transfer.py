@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import contextlib
 import os
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-import anyio
 import torch
 
 from lmcache_stream import observe
 from lmcache_stream.errors import UsageError
+from lmcache_stream.finishing import finish
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -88,7 +87,7 @@ class TransferExecutor:
                     work.drop()
                 else:
                     work.result_wanted = False
-                    await _wait_uncancelled(result)
+                    await finish(result, None)
                     if not result.cancelled():
                         result.exception()  # nobody wants it any more
                 raise
@@ -239,13 +238,6 @@ def _used_by(stream: torch.cuda.Stream, result: object) -> None:
     elif isinstance(result, tuple | list):
         for item in result:
             _used_by(stream, item)
-
-
-async def _wait_uncancelled(future: asyncio.Future[Any]) -> None:
-    with anyio.CancelScope(shield=True):
-        while not future.done():
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait([future])
 
 
 _lock = threading.Lock()

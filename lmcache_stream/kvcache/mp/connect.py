@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 from lmcache_stream.addresses import check_address
 from lmcache_stream.errors import CacheConnectionError, UsageError
+from lmcache_stream.finishing import finish
 from lmcache_stream.geometry import KVGeometry
 from lmcache_stream.kvcache.context import check_timeout
 from lmcache_stream.kvcache.mp.context import MPKVCacheContext
-from lmcache_stream.kvcache.mp.discovery import check_http_url, check_server, discover, fetch_json
-from lmcache_stream.kvcache.mp.errand import finish
+from lmcache_stream.kvcache.mp.discovery import check_http_url, check_server, discover, fetch_config
 from lmcache_stream.kvcache.mp.lifetime import CLOSE_TIMEOUT
 from lmcache_stream.kvcache.mp.resolve import find_model_config, resolve_geometry
-from lmcache_stream.kvcache.mp.status import ModelLayout, ServerFacts, ServerState, parse_config
+from lmcache_stream.kvcache.mp.status import ModelLayout, ServerFacts, ServerState
 from lmcache_stream.kvcache.mp.transport import load_transport, open_transport
 from lmcache_stream.kvcache.mp.wire import GET_CHUNK_SIZE
 
@@ -114,15 +114,12 @@ async def open_context(
 async def _discover(
     url: str, http_url: str, model_name: str | None, served: KVGeometry | None, left: Callable[[], float]
 ) -> ServerFacts:
-    base = check_http_url(http_url)
-    answer = await fetch_json(f"{base}/config", missing_ok=True, timeout=left())
-    if answer is None:
-        answer = await fetch_json(f"{base}/conf", timeout=left())
-    config = parse_config(answer, url=f"{base}/config")
-    check_server(config, url=url, http_url=base)
     if served is None:
-        return await discover(base, model_name, timeout=left())
+        return await discover(http_url, model_name, url=url, timeout=left())
     assert model_name is not None
+    base = check_http_url(http_url)
+    config = await fetch_config(base, timeout=left())
+    check_server(config, url=url, http_url=base)
     model = ModelLayout(
         model_name=model_name,
         world_size=served.world_size,

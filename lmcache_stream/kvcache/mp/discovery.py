@@ -13,7 +13,7 @@ from lmcache_stream.addresses import check_address, shown
 from lmcache_stream.errors import CacheConnectionError, CacheProtocolError, UsageError
 from lmcache_stream.kvcache.mp.status import ServerConfig, ServerFacts, parse_config, parse_status
 
-__all__ = ["check_http_url", "check_server", "discover", "fetch_json", "fetch_status"]
+__all__ = ["check_http_url", "check_server", "discover", "fetch_config", "fetch_json", "fetch_status"]
 
 _EXCERPT = 200
 
@@ -55,16 +55,20 @@ def check_http_url(http_url: str) -> str:
     return http_url.rstrip("/")
 
 
-async def discover(http_url: str, model_name: str | None = None, *, timeout: float = 5.0) -> ServerFacts:
+async def discover(
+    http_url: str, model_name: str | None = None, *, url: str | None = None, timeout: float = 5.0
+) -> ServerFacts:
     """Ask a server's HTTP API about itself and about one model.
 
     Args:
         http_url: The HTTP address of an LMCache MP server, such as "http://localhost:8080".
         model_name: The model's name in the cache's keys; None: the only one registered.
+        url: Where this client means to speak to it; None: that is not checked.
         timeout: Seconds for both questions together.
 
     Raises:
-        CacheConnectionError: Nobody answers there, it is not ready, or no engine has registered the model.
+        CacheConnectionError: Nobody answers there, it is not ready, it cannot be spoken to at `url`, or no engine has
+            registered the model.
         CacheProtocolError: What answers is no LMCache MP server.
         GeometryError: The model's layout is not supported.
         UsageError: `http_url` is no HTTP address.
@@ -72,12 +76,17 @@ async def discover(http_url: str, model_name: str | None = None, *, timeout: flo
     base = check_http_url(http_url)
     limit = aiohttp.ClientTimeout(total=timeout)
     async with aiohttp.ClientSession(timeout=limit) as session:
-        url, answer = f"{base}/config", await _answer(session, f"{base}/config", missing_ok=True)
-        if answer is None:
-            url, answer = f"{base}/conf", await _answer(session, f"{base}/conf")
-        config = parse_config(answer, url=url)
+        config = await _config(session, base)
+        if url is not None:
+            check_server(config, url=url, http_url=base)
         status = await _answer(session, f"{base}/status")
     return ServerFacts(http_url=base, config=config, state=parse_status(status, model_name, url=f"{base}/status"))
+
+
+async def fetch_config(http_url: str, *, timeout: float) -> ServerConfig:
+    """What the server at `http_url` says about itself; errors as of `discover`."""
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout)) as session:
+        return await _config(session, http_url)
 
 
 async def fetch_status(http_url: str, *, timeout: float = 3.0) -> dict[str, Any]:
@@ -97,6 +106,13 @@ async def fetch_json(url: str, *, missing_ok: bool = False, timeout: float) -> A
     """
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout)) as session:
         return await _answer(session, url, missing_ok=missing_ok)
+
+
+async def _config(session: aiohttp.ClientSession, base: str) -> ServerConfig:
+    url, answer = f"{base}/config", await _answer(session, f"{base}/config", missing_ok=True)
+    if answer is None:
+        url, answer = f"{base}/conf", await _answer(session, f"{base}/conf")
+    return parse_config(answer, url=url)
 
 
 async def _answer(session: aiohttp.ClientSession, url: str, *, missing_ok: bool = False) -> Any:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import anyio
-
 from lmcache_stream.errors import CacheConnectionError, CacheError, CacheTimeout
+from lmcache_stream.finishing import finish
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
 
-__all__ = ["CLEAN_UP", "AbandonedError", "Errand", "detach", "finish", "run_errand"]
+__all__ = ["CLEAN_UP", "AbandonedError", "Errand", "detach", "run_errand"]
 
 T = TypeVar("T")
 
@@ -178,13 +176,3 @@ def detach(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
     task = asyncio.create_task(work)
     asyncio._unregister_task(task)
     return task
-
-
-async def finish(task: asyncio.Future[Any], seconds: float | None) -> None:
-    """Wait for `task`, at most `seconds`, whatever happens to the waiter; its result is not looked at."""
-    loop = asyncio.get_running_loop()
-    deadline = None if seconds is None else loop.time() + seconds
-    with anyio.CancelScope(shield=True):
-        while not task.done() and (deadline is None or loop.time() < deadline):
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait([task], timeout=None if deadline is None else deadline - loop.time())

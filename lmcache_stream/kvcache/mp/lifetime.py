@@ -6,7 +6,8 @@ import asyncio
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lmcache_stream.errors import UsageError
-from lmcache_stream.kvcache.mp.errand import CLEAN_UP, Errand, detach, finish, run_errand
+from lmcache_stream.finishing import finish
+from lmcache_stream.kvcache.mp.errand import CLEAN_UP, Errand, detach, run_errand
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Coroutine
