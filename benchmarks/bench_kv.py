@@ -32,7 +32,7 @@ from pathlib import Path
 
 import aiohttp
 import torch
-from common import LoopLag, arguments, interleaved, median, percentile, ratio, report, skip
+from common import LoopLag, arguments, interleaved, median, order_of_round, percentile, ratio, report, skip
 from stock_sdk import stock_sdk
 
 from lmcache_stream.errors import LMCacheError
@@ -263,9 +263,7 @@ def measure(options: argparse.Namespace, python: str, notes: list[str]) -> tuple
 
         taken: dict[str, list[Pair]] = {}
         for turn in range(options.repeats + 1):
-            names = list(cases)
-            first = turn % len(names)
-            round_ = interleaved({name: cases[name] for name in names[first:] + names[:first]}, 1)
+            round_ = {name: [cases[name]()] for name in order_of_round(list(cases), turn)}
             if pickled is not None:
                 runner.run(clear(pickled))
             if turn == 0:  # pages are touched and buffers made in the first round

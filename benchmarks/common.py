@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import os
 import platform
+import re
 import resource
 import shlex
 import statistics
@@ -195,18 +196,20 @@ def started(
 
 
 def interleaved(cases: Mapping[K, Callable[[], T]], repeats: int) -> dict[K, list[T]]:
-    """Results of each case, from `repeats` rounds over all of them.
-
-    Every round begins with another case and every other one runs backwards: none always follows the same one.
-    """
+    """Results of each case, from `repeats` rounds over all of them; no case always follows the same one."""
     results: dict[K, list[T]] = {name: [] for name in cases}
     names = list(cases)
     for turn in range(repeats):
-        first = turn % max(1, len(names))
-        order = names[first:] + names[:first]
-        for name in order if turn % 2 == 0 else reversed(order):
+        for name in order_of_round(names, turn):
             results[name].append(cases[name]())
     return results
+
+
+def order_of_round(names: Sequence[K], turn: int) -> list[K]:
+    """The order of round number `turn`: it begins with another one each time, and every other round runs backwards."""
+    first = turn % max(1, len(names))
+    order = [*names[first:], *names[:first]]
+    return order if turn % 2 == 0 else order[::-1]
 
 
 def median(values: Sequence[float]) -> float:
@@ -226,6 +229,13 @@ def ratio(values: Sequence[float], base: Sequence[float]) -> float:
 def markdown_row(cells: Iterable[object]) -> str:
     """A row of a table in Markdown."""
     return f"| {' | '.join(map(str, cells))} |"
+
+
+def between_markers(page: str, name: str, text: str) -> str:
+    """The page with `text` between `<!-- NAME -->` and `<!-- end of NAME -->`."""
+    begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+    between = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
+    return between.sub(lambda _: f"{begin}\n{text}\n{end}", page)
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

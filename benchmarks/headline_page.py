@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from common import markdown_row
+from common import between_markers, markdown_row
 from headline import EDITED, Arm, Repeat
 
 HERE = Path(__file__).parent
 RESULTS, README = HERE / "headline.json", HERE / "README.md"
-BEGIN, END = "<!-- headline -->", "<!-- end of headline -->"
+NAME = "headline"
+"""What its markers are called."""
+
 COLUMNS = (
     *("repeat", "arm", "decode s", "tokens/s", "with the edits", "at once", "preempted", "other programs' cores"),
     *("KV MB a request", "edit from cache", "gain", "with the edits"),
@@ -65,9 +66,7 @@ def repeat_of(saved: Mapping[str, Any]) -> Repeat:
 
 def with_section(readme: str, found: Mapping[str, Any]) -> str:
     """The page with the table of `found`."""
-    between = re.compile(re.escape(BEGIN) + ".*?" + re.escape(END), re.DOTALL)
-    block = f"{BEGIN}\n{section(found)}\n{END}"
-    return between.sub(lambda _: block, readme)
+    return between_markers(readme, NAME, section(found))
 
 
 def main() -> None:

@@ -3,52 +3,39 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from common import markdown_row
+from bench_quality_vs_kvpress import Row, cells, interval_cell
+from common import between_markers, markdown_row
+
+from lmcache_stream.bench.statistics import Interval
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "quality_vs_kvpress.json"
-BEGIN, END = "<!-- kvpress -->", "<!-- end of kvpress -->"
+NAME = "kvpress"
+"""What its markers are called."""
+
 COLUMNS = (
     *("method", "kept", "Jaccard", "ties by one rule", "all KV", "ours", "kvpress", "ours - kvpress"),
-    *("same positions", "kept sets", "NLL"),
+    *("same positions", "both re-rotated", "kept sets", "NLL"),
 )
 BY_DESIGN = "differ by design"
 
 
 def every_case(found: Mapping[str, Any]) -> str:
     """The table of the benchmarks' page: a row for each method and ratio."""
-    lines = [markdown_row(COLUMNS), "|---|--:|" + "--:|" * 7 + "---|---|"]
-    lines += [
-        markdown_row(
-            [
-                row["method"],
-                row["keep"],
-                f"{row['jaccard']:.3f} / {row['lowest_head']:.3f}",
-                f"{row['same_rule']:.3f} / {row['same_rule_lowest_head']:.3f}",
-                f"{row['full']:.3f}",
-                f"{row['ours']:.3f}",
-                f"{row['kvpress']:.3f}",
-                interval(row["difference"]),
-                interval(row["original"]),
-                row["kept_sets"],
-                row["nll"],
-            ]
-        )
-        for row in found["rows"]
-    ]
+    lines = [markdown_row(COLUMNS), "|---|--:|" + "--:|" * 8 + "---|---|"]
+    lines += [markdown_row(cells(row)) for row in map(row_of, found["rows"])]
     return "\n".join([*lines, "", conditions(found)])
 
 
 def every_method(found: Mapping[str, Any]) -> str:
     """README's table: a row for each method that means the same in both."""
-    rows = [row for row in found["rows"] if row["kept_sets"] != BY_DESIGN]
-    keeps = list(dict.fromkeys(row["keep"] for row in rows))
+    rows = [row for row in map(row_of, found["rows"]) if row.kept_sets != BY_DESIGN]
+    keeps = list(dict.fromkeys(row.keep for row in rows))
     lines = [
         markdown_row(
             [
@@ -59,10 +46,10 @@ def every_method(found: Mapping[str, Any]) -> str:
         ),
         "|---|---|" + "--:|" * len(keeps),
     ]
-    for method, of_method in groupby(rows, key=lambda row: row["method"]):
-        cells = list(of_method)
-        sets = ", ".join(f"{row['jaccard']:.3f}" for row in cells)
-        lines.append(markdown_row([method, sets, *(interval(row["difference"]) for row in cells)]))
+    for method, of_method in groupby(rows, key=lambda row: row.method):
+        of_keeps = list(of_method)
+        sets = ", ".join(f"{row.jaccard:.3f}" for row in of_keeps)
+        lines.append(markdown_row([method, sets, *(interval_cell(row.difference) for row in of_keeps)]))
     return "\n".join([*lines, "", conditions(found)])
 
 
@@ -73,17 +60,15 @@ def conditions(found: Mapping[str, Any]) -> str:
     return f"{found['texts']} texts; NLL: {counts}. {found['model']}, {found['tokens']}; {versions}."
 
 
-def interval(found: Mapping[str, Any] | None) -> str:
-    """A mean and the half of its 95 % interval."""
-    if found is None:
-        return ""
-    return f"{found['mean']:+.4f} ± {(found['high'] - found['low']) / 2:.4f}"
+def row_of(saved: Mapping[str, Any]) -> Row:
+    """A row as it was measured."""
+    intervals = {name: saved[name] and Interval(**saved[name]) for name in ("difference", "original", "rerotated")}
+    return Row(**{**saved, **intervals})
 
 
 def with_section(page: str, text: str) -> str:
     """The page with `text` between its markers."""
-    between = re.compile(re.escape(BEGIN) + ".*?" + re.escape(END), re.DOTALL)
-    return between.sub(lambda _: f"{BEGIN}\n{text}\n{END}", page)
+    return between_markers(page, NAME, text)
 
 
 PAGES = {HERE / "README.md": every_case, HERE.parent / "README.md": every_method}

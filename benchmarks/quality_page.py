@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
-from common import markdown_row
+from common import between_markers, markdown_row
 
 HERE = Path(__file__).parent
 RESULTS, README = HERE / "quality.json", HERE / "README.md"
-BEGIN, END = "<!-- quality -->", "<!-- end of quality -->"
+NAME = "quality"
+"""What its markers are called."""
 
 
 def section(found: dict[str, Any]) -> str:
@@ -55,9 +55,7 @@ def samples(found: dict[str, Any]) -> str:
 
 def with_section(readme: str, found: dict[str, Any]) -> str:
     """The page with the tables of `found`."""
-    between = re.compile(re.escape(BEGIN) + ".*?" + re.escape(END), re.DOTALL)
-    block = f"{BEGIN}\n{section(found)}\n{END}"
-    return between.sub(lambda _: block, readme)
+    return between_markers(readme, NAME, section(found))
 
 
 def _compared(one: dict[str, Any]) -> list[str]:

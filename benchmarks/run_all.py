@@ -10,7 +10,6 @@ import argparse
 import datetime
 import json
 import os
-import re
 import subprocess
 import sys
 import time
@@ -18,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from common import between_markers, markdown_row
 
 HERE = Path(__file__).parent
 RESULTS, README = HERE / "results.json", HERE / "README.md"
@@ -93,9 +94,9 @@ def table(result: Mapping[str, Any]) -> str:
     machine = result["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
     lines = [
-        "| " + " | ".join(names) + " |",
+        markdown_row(names),
         "|" + "|".join("--:" if number else "---" for number in numbers) + "|",
-        *("| " + " | ".join(cell(row.get(name)) for name in names) + " |" for row in rows),
+        *(markdown_row(cell(row.get(name)) for name in names) for row in rows),
         "",
         *(f"{note.rstrip('.')}.  " for note in result["notes"]),
         f"`{result['command']}`, medians of {result['repeats']} interleaved rounds, {result['date'][:10]}; "
@@ -118,10 +119,7 @@ def with_tables(readme: str, results: Mapping[str, Any]) -> str:
     tables = {name: table(result) for name, result in results["results"].items()}
     tables |= {name: f"Not measured: {reason}." for name, reason in results["left_out"].items()}
     for name, text in tables.items():
-        begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
-        between = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
-        block = f"{begin}\n{text}\n{end}"
-        readme = between.sub(block.replace("\\", r"\\"), readme)
+        readme = between_markers(readme, name, text)
     return readme
 
 

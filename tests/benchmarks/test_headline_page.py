@@ -42,7 +42,7 @@ def quality() -> Any:
 
 def test_the_page_shows_what_was_measured(headline_page: ModuleType, headline: Any) -> None:
     page = (BENCHMARKS / "README.md").read_text()
-    assert page.count(headline_page.BEGIN) == page.count(headline_page.END) == 1
+    assert page.count(f"<!-- {headline_page.NAME} -->") == page.count(f"<!-- end of {headline_page.NAME} -->") == 1
     assert headline_page.with_section(page, headline) == page
     headline["arms"][0]["arms"][0]["decode"] *= 2
     assert headline_page.with_section(page, headline) != page

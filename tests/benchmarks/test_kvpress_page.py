@@ -29,7 +29,7 @@ def found() -> Any:
 def test_the_pages_show_what_was_measured(kvpress_page: ModuleType, found: Any) -> None:
     for path, section in kvpress_page.PAGES.items():
         page = path.read_text()
-        assert page.count(kvpress_page.BEGIN) == page.count(kvpress_page.END) == 1
+        assert page.count(f"<!-- {kvpress_page.NAME} -->") == page.count(f"<!-- end of {kvpress_page.NAME} -->") == 1
         assert kvpress_page.with_section(page, section(found)) == page
     found["rows"][0]["difference"]["mean"] += 0.1
     for path, section in kvpress_page.PAGES.items():

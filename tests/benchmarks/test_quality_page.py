@@ -25,7 +25,7 @@ def quality_page(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_the_page_shows_what_was_measured(quality_page: ModuleType) -> None:
     page = (BENCHMARKS / "README.md").read_text()
     found = json.loads((BENCHMARKS / "quality.json").read_text())
-    assert page.count(quality_page.BEGIN) == page.count(quality_page.END) == 1
+    assert page.count(f"<!-- {quality_page.NAME} -->") == page.count(f"<!-- end of {quality_page.NAME} -->") == 1
     assert quality_page.with_section(page, found) == page
     found["results"][0]["nll"]["true"]["mean"] += 0.1
     assert quality_page.with_section(page, found) != page
