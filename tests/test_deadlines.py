@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import threading
-import uuid
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
@@ -31,8 +30,8 @@ from lmcache_stream.testing.fake_cache_server import FakeCacheServer
 from lmcache_stream.testing.fake_engine import End, FakeEngine, Reply
 
 from .engines import GEOMETRY, MODEL, AsyncCountingEngine
+from .streams import CHUNK, embedded_cache
 
-CHUNK = 4
 ANY_MACHINE = 120.0
 
 
@@ -62,13 +61,9 @@ class Setup:
 
 @pytest.fixture
 async def setup() -> AsyncIterator[Setup]:
-    url = f"memory://{uuid.uuid4().hex}?chunk_size={CHUNK}&max_bytes=64MiB"
-    cache = EmbeddedCache.open(url)
-    cache.register_model(MODEL, GEOMETRY)
-    async with aconnect(url) as ctx:
-        yield Setup(ctx, cache)
-    cache.unregister_model(MODEL)
-    cache.close()
+    with embedded_cache() as (cache, url):
+        async with aconnect(url) as ctx:
+            yield Setup(ctx, cache)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from typing import Any
@@ -22,7 +21,6 @@ from lmcache_stream.batch import AsyncBatchedStream
 from lmcache_stream.completions import CompletionsClient
 from lmcache_stream.errors import CacheError, LMCacheStreamError
 from lmcache_stream.kvcache import aconnect
-from lmcache_stream.kvcache.memory import EmbeddedCache
 from lmcache_stream.kvcache.mp import wire
 from lmcache_stream.kvcache.mp.connect import open_context
 from lmcache_stream.kvcache.mp.context import MPKVCacheContext
@@ -31,6 +29,7 @@ from lmcache_stream.testing.fake_cache_server import FakeCacheServer
 from lmcache_stream.testing.fake_engine import FakeEngine
 
 from .engines import GEOMETRY, MODEL, AsyncCountingEngine
+from .streams import embedded_cache
 
 SALT = "tenant-salt"
 PROMPT = list(range(18))
@@ -100,13 +99,9 @@ class Setup:
 
 @pytest.fixture
 async def setup() -> AsyncIterator[Setup]:
-    url = f"memory://{uuid.uuid4().hex}?chunk_size=4&max_bytes=64MiB"
-    cache = EmbeddedCache.open(url)
-    cache.register_model(MODEL, GEOMETRY)
-    async with aconnect(url) as ctx:
-        yield Setup(ctx, AsyncCountingEngine(cache))
-    cache.unregister_model(MODEL)
-    cache.close()
+    with embedded_cache() as (cache, url):
+        async with aconnect(url) as ctx:
+            yield Setup(ctx, AsyncCountingEngine(cache))
 
 
 @pytest.fixture

@@ -62,6 +62,7 @@ async def drop_idle(proxy: TcpProxy, *, reset: bool = False) -> None:
         if proxy.connections >= before:
             return
         await asyncio.sleep(0.01)
+    raise AssertionError("the client did not come back within 30 s")
 
 
 async def refuse(proxy: TcpProxy) -> None:

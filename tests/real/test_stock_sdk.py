@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 SCRIPT = """
-import inspect, pkgutil
+import importlib, inspect, pkgutil
 import torch
 import lmcache.sdk.batch
 from lmcache.sdk.cache_kind import LMCacheSDKCacheKind
@@ -75,7 +75,7 @@ def test_it_blocks_keeps_what_the_cache_has_and_doubles_a_tail(
 ) -> None:
     told = json.dumps([cache_server.kv_url, cache_server.kv_http_url, stock_sdk.STOCK_MODEL])
     done = subprocess.run(
-        [real_python, "-c", stock_sdk.WITH_A_LAYOUT + "import importlib" + SCRIPT, told],
+        [real_python, "-c", stock_sdk.WITH_A_LAYOUT + SCRIPT, told],
         capture_output=True,
         text=True,
         timeout=200,
