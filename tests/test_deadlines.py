@@ -24,7 +24,7 @@ from lmcache_stream.kvcache.mp import registry as registry_module
 from lmcache_stream.kvcache.mp import session as session_module
 from lmcache_stream.kvcache.mp import wire
 from lmcache_stream.kvcache.mp.connect import open_context
-from lmcache_stream.kvcache.mp.discovery import fetch_json
+from lmcache_stream.kvcache.mp.discovery import discover
 from lmcache_stream.stream import AsyncLMCacheStream
 from lmcache_stream.testing.fake_cache_server import FakeCacheServer
 from lmcache_stream.testing.fake_engine import End, FakeEngine, Reply
@@ -148,11 +148,11 @@ async def test_a_connection_is_made_in_time_or_not_at_all(monkeypatch: pytest.Mo
 
     given: list[float] = []
 
-    async def spied(url: str, *, missing_ok: bool = False, timeout: float = 99.0) -> Any:
+    async def spied(http_url: str, *names: str | None, url: str | None = None, timeout: float = 99.0) -> Any:
         given.append(timeout)
-        return await fetch_json(url, missing_ok=missing_ok, timeout=timeout)
+        return await discover(http_url, *names, url=url, timeout=timeout)
 
-    monkeypatch.setattr(connect_module, "fetch_json", spied)
+    monkeypatch.setattr(connect_module, "discover", spied)
     async with await asyncio.start_server(silent, "127.0.0.1", 0) as listening:
         port = listening.sockets[0].getsockname()[1]
         async with asyncio.timeout(ANY_MACHINE):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import torch
 
@@ -15,6 +15,10 @@ from lmcache_stream.editors.tensors import heads_at_once, of_heads, product_dtyp
 from lmcache_stream.errors import UsageError
 
 __all__ = ["Layer", "LayerScoring", "QueryScoring"]
+
+
+_KEYS_STEP: Final = 256
+"""Queries meet a multiple of so many keys: torch keeps code and memory for every shape that it has multiplied."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,12 +113,12 @@ class QueryScoring(LayerScoring):
         queries = layer.queries[:, :, start:stop].to(layer.keys.dtype)
         heads, groups, count, head_dim = queries.shape
         rows = queries.reshape(heads, groups * count, head_dim)
-        keys = layer.keys[:, :stop]
+        keys = layer.keys[:, : -(-stop // _KEYS_STEP) * _KEYS_STEP]
         if keys.is_contiguous():
             products = rows @ keys.transpose(-1, -2)
         else:  # torch takes a slow path for batches of bfloat16 matrices with gaps between them
             products = torch.stack([row @ key.T for row, key in zip(rows, keys, strict=True)])
-        logits = products.float().view(heads, groups, count, stop)
+        logits = products[..., :stop].float().view(heads, groups, count, stop)
         logits.mul_(self.scale or head_dim**-0.5)
         future = torch.ones(count, count, dtype=torch.bool, device=logits.device).triu(1)
         logits[..., start:].masked_fill_(future, -math.inf)
