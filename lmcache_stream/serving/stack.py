@@ -159,9 +159,19 @@ class ServingStack:
         """The name in requests to vLLM."""
         return self.options.served_name
 
+    def engine_line(self) -> str:
+        """The call that makes a client of this stack's vLLM."""
+        return f"CompletionsClient({self.base_url!r}, model={self.served_model_name!r})"
+
     def connect_line(self) -> str:
-        """The call that connects to this stack's cache."""
-        return f"connect(url={self.kv_url!r}, http_url={self.kv_http_url!r}, model_name={self.model_name!r})"
+        """The call that connects to this stack's cache and proves the reading of its KV with `engine`."""
+        return f"connect({self.kv_url!r}, {self.kv_http_url!r}, model_name={self.model_name!r}, probe=engine)"
+
+    def doctor_line(self) -> str:
+        """The command that checks this stack."""
+        return (
+            f"lmcache-stream doctor --base-url {self.base_url} --kv-url {self.kv_url} --kv-http-url {self.kv_http_url}"
+        )
 
     def describe(self) -> str:
         """What runs where, for a terminal."""
@@ -171,8 +181,10 @@ class ServingStack:
                 f"LMCache    {self.kv_url}  {self.kv_http_url}",
                 f"logs       {self.log_dir}",
                 "",
+                f"engine = {self.engine_line()}",
                 f"cache  = {self.connect_line()}",
-                f"engine = CompletionsClient({self.base_url!r}, model={self.served_model_name!r})",
+                "",
+                self.doctor_line(),
             )
         )
 

@@ -37,12 +37,11 @@ async def test_both_are_up_inside_and_gone_outside(stand_ins: Path, left_in_shm:
         assert [each["world_size"] for each in await running.registrations()] == [2, 2]
         assert (await running.cache.config())["mp"]["chunk_size"] == 32
         assert len(left_in_shm()) == 2
-        assert running.connect_line() == (
-            f"connect(url='tcp://127.0.0.1:{running.cache.port}', "
-            f"http_url='http://127.0.0.1:{running.cache.http_port}', model_name='org/model')"
-        )
-        assert running.connect_line() in running.describe()
-        assert running.base_url in running.describe()
+        said = running.describe()
+        kv_url, http_url = f"tcp://127.0.0.1:{running.cache.port}", f"http://127.0.0.1:{running.cache.http_port}"
+        engine = f"engine = CompletionsClient('http://127.0.0.1:{running.port}', model='model')\n"
+        assert f"{engine}cache  = connect('{kv_url}', '{http_url}', model_name='org/model', probe=engine)\n" in said
+        assert said.endswith(f"doctor --base-url {running.base_url} --kv-url {kv_url} --kv-http-url {http_url}")
         assert len({running.port, running.cache.port, running.cache.http_port}) == 3
     assert running.process.returncode == running.cache.process.returncode == 128 + signal.SIGTERM
     assert left_in_shm() == set()
