@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,6 +27,16 @@ _ONE_SEQUENCE: dict[str, tuple[object, ...]] = {
 }
 """Parameters that decide whether the answer is one stream of ids, and the values with which it is."""
 
+_OFTEN_GIVEN = frozenset(
+    {
+        *("frequency_penalty", "ignore_eos", "logprobs", "max_tokens", "min_p", "min_tokens", "presence_penalty"),
+        *("repetition_penalty", "seed", "stop", "stop_token_ids", "temperature", "top_k", "top_p"),
+    }
+)
+
+_MISSPELT = 0.83
+"""Likeness from which a name is taken for a misspelt one, which vLLM would pass over; `max_new_tokens` is one."""
+
 _encode = msgspec.json.Encoder().encode
 
 
@@ -42,6 +54,9 @@ def check_request(
         raise UsageError("prompt_token_ids takes token ids, not text: tokenize it first")
     if len(prompt_token_ids) == 0:
         raise UsageError("prompt_token_ids is empty: give at least one token id")
+    for name in sampling_params:
+        if name not in _OFTEN_GIVEN and (meant := _meant_by(str(name))):
+            raise UsageError(f"sampling_params has {name!r}, which engines pass over: is it {meant!r}?")
     for name, allowed in _ONE_SEQUENCE.items():
         if name in sampling_params and not any(sampling_params[name] is value for value in allowed):
             raise UsageError(
@@ -60,6 +75,12 @@ def check_request(
         _refuse_what_json_lacks(sampling_params, "sampling_params")
     except RecursionError:
         raise UsageError("sampling_params is nested too deeply, or holds itself: give plain JSON values") from None
+
+
+@functools.lru_cache(maxsize=256)
+def _meant_by(name: str) -> str | None:
+    near = difflib.get_close_matches(name.lower().replace("-", "_"), _OFTEN_GIVEN, 1, _MISSPELT)
+    return near[0] if near else None
 
 
 def request_body(

@@ -10,6 +10,18 @@ from hypothesis import strategies as st
 from lmcache_stream.completions.request import check_request, request_body
 from lmcache_stream.errors import UsageError
 
+OF_VLLM_032 = """
+add_special_tokens allowed_token_ids bad_words cache_salt ec_transfer_params echo frequency_penalty ignore_eos
+include_stop_str_in_output kv_transfer_params length_penalty logit_bias logprob_token_ids logprobs max_tokens min_p
+min_tokens mm_payload model n presence_penalty priority prompt prompt_embeds prompt_logprobs repetition_detection
+repetition_penalty request_id response_format return_mm_kwargs return_token_ids return_token_offsets
+return_tokens_as_token_ids routed_experts_prompt_start seed session_id skip_special_tokens
+spaces_between_special_tokens stop stop_token_ids stream stream_interval stream_options structured_outputs suffix
+temperature thinking_token_budget top_k top_p truncate_prompt_tokens truncation_side use_beam_search user
+vllm_xargs watermarking
+"""
+"""The fields of a completion request there."""
+
 RESERVED = {"model", "prompt", "stream", "return_token_ids", "stream_options", "cache_salt"}
 json_values = st.recursive(
     st.none()
@@ -81,6 +93,20 @@ def test_stream_options_are_merged(given_options: Any, sent: Any) -> None:
 def test_what_cannot_be_one_stream_is_refused(params: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(params))):
         check_request([1], params, "salt", "m")
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("max_token", "max_tokens"), ("max_new_tokens", "max_tokens"), ("temprature", "temperature"), ("Top-P", "top_p")],
+)
+def test_a_misspelt_name_is_refused(name: str, meant: str) -> None:
+    with pytest.raises(UsageError, match=f"has '{name}', which engines pass over: is it '{meant}'"):
+        check_request([1], {name: 1}, "", None)
+
+
+@pytest.mark.parametrize("name", [*OF_VLLM_032.split(), "best_of", "top_a", "mirostat_tau", "typical_p", "my_plugin"])
+def test_a_name_of_its_own_is_none(name: str) -> None:
+    check_request([1], {name: True if name in ("stream", "return_token_ids") else None}, "", None)
 
 
 @pytest.mark.parametrize(
