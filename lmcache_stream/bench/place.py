@@ -132,7 +132,9 @@ async def _cards(client: CompletionsClient) -> list[ModelCard]:
         cards = await client.models()
     except EngineError as error:
         if isinstance(error, EngineResponseError) and error.status in (401, 403):
-            raise UsageError(f"{client.base_url} wants its key: {error}; set OPENAI_API_KEY to it") from error
+            raise UsageError(
+                f"{client.base_url} wants its key: HTTP {error.status}: {error.message}; set OPENAI_API_KEY to it"
+            ) from error
         scheme = ", or its scheme, to http://" if client.base_url.startswith("https:") else ""
         raise UsageError(
             f"--base-url leads to no engine: {error}; start one, as `lmcache-stream up` does, or correct the address"

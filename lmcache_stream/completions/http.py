@@ -188,7 +188,7 @@ class EngineHTTP:
             target = excerpt(shown(response.headers.get("Location", "nowhere")))
             message = f"{response.url} redirects to {target}, which is not followed: give that address as base_url"
             error = EngineResponseError(message, status=response.status)
-        return self.without_key(error)
+        return self.without_key(_with_next_step(error))
 
     async def no_stream_error(self, response: aiohttp.ClientResponse) -> EngineError:
         """The error that an answer which is no event stream stands for."""
@@ -211,6 +211,17 @@ class EngineHTTP:
     def seam(self, path: str) -> Seam:
         """Where requests of `path` meet errors of aiohttp."""
         return Seam(self.url + path, self.idle_timeout)
+
+
+def _with_next_step(error: EngineResponseError) -> EngineResponseError:
+    if error.status in (401, 403):
+        step = "give the engine's key as api_key, or set OPENAI_API_KEY to it"
+    elif error.status == 404 and error.type is None:  # an engine that does not know a model says so in OpenAI's shape
+        step = "is base_url the address of an engine such as vLLM?"
+    else:
+        return error
+    error.args = (f"{error}; {step}",)
+    return error
 
 
 def _payload(body: bytes | None) -> bytes | io.BytesIO | None:

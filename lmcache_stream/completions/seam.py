@@ -44,7 +44,9 @@ class Seam:
             reason = excerpt(str(exc)) or ("time ran out" if isinstance(exc, TimeoutError) else type(exc).__name__)
         if self.answered:
             raise EngineStreamError(f"the stream of {self.url} broke off: {reason}") from exc
-        raise EngineConnectionError(f"{self.url} gave no answer: {reason}") from exc
+        unreached = isinstance(exc, aiohttp.ClientConnectorError)
+        question = " (is the engine running, and its address right?)" if unreached else ""
+        raise EngineConnectionError(f"{self.url} gave no answer: {reason}{question}") from exc
 
 
 def _forget_request_headers(exc: aiohttp.ClientResponseError) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from lmcache_stream import observe
 from lmcache_stream.callables import Items, event_batches
-from lmcache_stream.errors import EditNotUsed, LMCacheStreamError, StreamTimeout, UsageError
+from lmcache_stream.errors import EditNotUsed, EngineResponseError, LMCacheStreamError, StreamTimeout, UsageError
 from lmcache_stream.kvcache.context import AsyncKVCacheContext, check_timeout
 from lmcache_stream.stream.edits import EditsWhileDecoding, plan_passes
 from lmcache_stream.stream.kv import Coverage, OnShortfall, StreamKV, seconds_left
@@ -195,10 +195,9 @@ class Passes:
             raise
 
     def _failed(self, request: Request, error: BaseException) -> LMCacheStreamError:
-        return LMCacheStreamError(
-            f"stream {self._stream_id}: the engine failed after {request.arrived} tokens: {str(error) or repr(error)}",
-            **request.failure(),
-        )
+        refused = isinstance(error, EngineResponseError) and 400 <= error.status < 500 and not request.arrived
+        what = "the engine refused the request" if refused else f"the engine failed after {request.arrived} tokens"
+        return LMCacheStreamError(f"stream {self._stream_id}: {what}: {str(error) or repr(error)}", **request.failure())
 
 
 def _max_tokens(sampling_params: Any) -> int | None:

@@ -42,6 +42,37 @@ async def test_other_errors_are_final(engine: FakeEngine, client: CompletionsCli
     assert (error.status, error.message, len(engine.requests)) == (status, "no", 1)
 
 
+@pytest.mark.parametrize(
+    ("reply", "step"),
+    [
+        (
+            Reply(status=401, body=b'{"error": "Unauthorized"}'),
+            "HTTP 401: Unauthorized; give the engine's key as api_key",
+        ),
+        (Reply(status=403, body=b""), "or set OPENAI_API_KEY to it"),
+        (
+            Reply(status=404, body=b'{"detail": "Not Found"}'),
+            "HTTP 404: Not Found; is base_url the address of an engine",
+        ),
+        (
+            Reply(status=404, body=b'{"error": {"message": "no model m", "type": "NotFoundError", "code": 404}}'),
+            "HTTP 404: no model m$",
+        ),
+    ],
+)
+async def test_a_wrong_address_or_key_says_what_to_do(engine: FakeEngine, reply: Reply, step: str) -> None:
+    engine.script(reply, path="/v1/models")
+    async with CompletionsClient(engine.base_url) as client:
+        with pytest.raises(EngineResponseError, match=step):
+            await client.models()
+
+
+async def test_nobody_at_the_address(free_tcp_port: int) -> None:
+    async with CompletionsClient(f"http://127.0.0.1:{free_tcp_port}", retries=0) as client:
+        with pytest.raises(EngineConnectionError, match=r"\(is the engine running, and its address right\?\)$"):
+            await client.models()
+
+
 async def test_retries_end(engine: FakeEngine) -> None:
     engine.script(*[Reply(status=503, body=b"busy", headers={"retry-after": "0"})] * 3)
     async with CompletionsClient(engine.base_url, model="tiny", retries=1) as client:

@@ -9,6 +9,7 @@ import torch
 
 from lmcache_stream.editors.base import Edit, EditInput, Editor
 from lmcache_stream.errors import (
+    EngineResponseError,
     LMCacheStreamError,
     StoreError,
     StreamTimeout,
@@ -52,6 +53,20 @@ async def test_a_failure_mid_stream_keeps_what_arrived(setup: Setup) -> None:
     setup.engine.fail_after = None
     await stream.generate({"max_tokens": 1})
     assert setup.engine.sent[-1][0] == [*range(10), 50, 1000, 1001, 1002]
+
+
+@pytest.mark.parametrize(
+    ("status", "what"),
+    [(400, "the engine refused the request: HTTP 400: no"), (500, "the engine failed after 0 tokens")],
+)
+async def test_a_refused_request_is_no_failed_engine(one: Setup, status: int, what: str) -> None:
+    async def refuses(*_: Any) -> AsyncIterator[TokenEvent]:
+        if status:
+            raise EngineResponseError("no", status=status)
+        yield TokenEvent(1, "")
+
+    with pytest.raises(LMCacheStreamError, match=what):
+        await AsyncLMCacheStream(one.ctx, refuses, [1]).generate(PREFILL)
 
 
 async def test_an_abort_before_the_first_token_changes_nothing(one: Setup) -> None:
