@@ -152,6 +152,8 @@ class _Bench:
             )
             self.ran = ran
             self._say(f"prompts to {place.model} at {place.engine.base_url}: {len(samples):,}")
+            if place.embedded and "num_prompts" not in options.model_fields_set:
+                self._say("the embedded engine takes hours for that: Ctrl-C ends it, --num-prompts 8 is a first look")
             try:
                 with live.showing():
                     await runner.run()

@@ -316,6 +316,17 @@ class TestEditedRuns:
         assert result["lmcache_stream"]["embedded"]
         assert result["tokenizer_id"] == str(tiny_model_path)
 
+    def test_the_embedded_default_without_a_number_of_prompts(self, tiny_model_path: Path) -> None:
+        class Enough(Exception):
+            pass
+
+        def say(line: str) -> None:
+            if line == "the embedded engine takes hours for that: Ctrl-C ends it, --num-prompts 8 is a first look":
+                raise Enough
+
+        with pytest.raises(Enough):
+            bench_serve(model=str(tiny_model_path), random_input_len=8, random_output_len=2, say=say)
+
     def test_edits_within_a_budget_of_kv(self, at: dict[str, Any], served: EmbeddedEngine) -> None:
         token = 2 * served.geometry.num_layers * served.geometry.hidden_dim * 4
         assert bench(**at, max_kv_bytes=200 * token)["completed"] == 4

@@ -38,7 +38,7 @@ class Scored(TokenDropping):
         (96, 0.5, 32, 0, 64),  # half a chunk is kept
         (96, 0.49, 32, 0, 32),
         (96, 0.01, 32, 0, 32),  # at least one chunk
-        (96, 1, 32, 0, 32),  # one token
+        (96, 2, 32, 0, 32),
         (96, 1.0, 32, 0, 96),
         (100, 1.0, 32, 0, 100),
         (100, 100, 32, 0, 100),
@@ -59,7 +59,7 @@ def test_budgets_are_whole_chunks(total: int, keep: float | int, chunk: int, pro
 @draw(
     total=st.integers(0, 200),
     chunk=st.integers(1, 40),
-    keep=st.one_of(st.floats(0.01, 1.0), st.integers(1, 250)),
+    keep=st.one_of(st.floats(0.01, 1.0), st.integers(2, 250)),
     sinks=st.integers(0, 20),
     window=st.integers(0, 20),
 )
@@ -78,7 +78,7 @@ def test_kept_counts(total: int, chunk: int, keep: float | int, sinks: int, wind
         assert abs(count - asked) <= chunk / 2 or count <= chunk * -(-max(sinks + window, 1) // chunk)
 
 
-@pytest.mark.parametrize("keep", [0.0, -0.5, 1.5, 0, -3, True, "half", None, float("nan")])
+@pytest.mark.parametrize("keep", [0.0, -0.5, 1.5, 0, 1, -3, True, "half", None, float("nan")])
 def test_impossible_budgets_are_refused(keep: Any) -> None:
     with pytest.raises(UsageError, match="keep"):
         StreamingLLM(keep=keep)

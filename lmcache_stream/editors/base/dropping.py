@@ -30,7 +30,7 @@ class TokenDropping(Editor):
     whole. Equal scores go to the earlier token.
 
     Args:
-        keep: Tokens to keep: a ratio of the input in (0, 1] if a float, a token count if an int.
+        keep: Tokens to keep: a ratio of the input in (0, 1] if a float, a token count of at least 2 if an int.
         sinks: First tokens that are always kept.
         window: Last tokens that are always kept.
         protect: Spans `(start, stop)` of positions that are always kept, such as an instruction in the middle.
@@ -148,12 +148,12 @@ class TokenDropping(Editor):
 
 
 def checked_keep(keep: object) -> float | int:
-    """Refuse a budget that is neither a ratio in (0, 1] nor a positive token count."""
+    """Refuse a budget that is neither a ratio in (0, 1] nor a token count of at least 2."""
     if isinstance(keep, bool):
         raise UsageError(f"keep must be a ratio (float) or a token count (int), not {keep}")
     if isinstance(keep, numbers.Integral):
-        if int(keep) < 1:
-            raise UsageError(f"keep={keep} tokens: keep at least one")
+        if int(keep) < 2:  # nobody wants one token: 1 was meant as a ratio
+            raise UsageError(f"keep={keep} is a count of tokens: give 2 or more; a ratio is a float, 1.0 keeps all")
         return int(keep)
     if isinstance(keep, numbers.Real):
         if not 0 < float(keep) <= 1:
