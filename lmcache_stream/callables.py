@@ -39,27 +39,34 @@ async def in_own_thread(fn: Callable[..., T], *args: Any) -> T:
     """
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[T] = loop.create_future()
-    context = contextvars.copy_context()
+    work = functools.partial(contextvars.copy_context().run, fn, *args)
+    del args
+    threading.Thread(target=_deliver, args=(work, loop, outcome), name="lmcache-stream-user", daemon=True).start()
+    del work
+    try:
+        return await outcome
+    finally:
+        del outcome  # see `finishing`
 
-    def deliver(setter: Callable[[Any], None], value: Any) -> None:
-        if not outcome.done():
-            setter(value)
 
-    def work() -> None:
-        setter: Callable[[Any], None] = outcome.set_result
-        value: Any
-        try:
-            value = context.run(fn, *args)
-        except StopIteration as error:
-            setter, value = outcome.set_exception, RuntimeError("StopIteration was raised, which no future can carry")
-            value.__cause__ = error
-        except BaseException as error:
-            setter, value = outcome.set_exception, error
-        with suppress(RuntimeError):  # the loop closed meanwhile
-            loop.call_soon_threadsafe(deliver, setter, value)
+def _deliver(work: Callable[[], T], loop: asyncio.AbstractEventLoop, outcome: asyncio.Future[T]) -> None:
+    settle: Callable[[Any], None] = outcome.set_result
+    value: Any
+    try:
+        value = work()
+    except StopIteration as error:
+        settle, value = outcome.set_exception, RuntimeError("StopIteration was raised, which no future can carry")
+        value.__cause__ = error
+    except BaseException as error:
+        settle, value = outcome.set_exception, error
+    with suppress(RuntimeError):  # the loop closed meanwhile
+        loop.call_soon_threadsafe(_unless_cancelled, outcome, settle, value)
+    del outcome, settle, value
 
-    threading.Thread(target=work, name="lmcache-stream-user", daemon=True).start()
-    return await outcome
+
+def _unless_cancelled(outcome: asyncio.Future[Any], settle: Callable[[Any], None], value: Any) -> None:
+    if not outcome.done():
+        settle(value)
 
 
 async def call(fn: Callable[..., Any], *args: Any) -> Any:

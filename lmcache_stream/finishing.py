@@ -1,4 +1,8 @@
-"""Work that is seen through to its end, also when nobody waits for it any more."""
+"""Work that is seen through to its end, also when nobody waits for it any more; and what is left of one that failed.
+
+An error leads to the frames that it ran through, and those to what they hold. Where a frame holds the error as well,
+or the task or future that has it, that is a circle: gigabytes stay until the garbage collector comes round.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from typing import Any, TypeVar
 
 import anyio
 
-__all__ = ["finish", "in_thread", "to_the_end"]
+__all__ = ["finish", "forget_frames", "in_thread", "to_the_end"]
 
 T = TypeVar("T")
 
@@ -45,7 +49,22 @@ async def to_the_end(work: Awaitable[T]) -> T:
         return running.result()
     if not running.cancelled():
         running.exception()  # nobody wants it any more
-    raise cancelled
+    try:
+        raise cancelled
+    finally:
+        del cancelled
+
+
+def forget_frames(error: BaseException) -> None:
+    """Let go of the frames that `error`, and what led to it, ran through."""
+    seen: set[int] = set()
+    left: list[BaseException | None] = [error]
+    while left:
+        one = left.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            one.__traceback__ = None
+            left += [one.__cause__, one.__context__]
 
 
 async def finish(task: asyncio.Future[Any], seconds: float | None) -> None:

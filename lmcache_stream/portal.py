@@ -46,6 +46,8 @@ def run(fn: Callable[P, Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs) -> 
     except BaseException:
         task.cancel_and_wait()
         raise
+    finally:
+        del task  # see `finishing`
 
 
 def iterate(open_: Callable[[], AsyncIterator[T]]) -> Generator[T, None, None]:
@@ -133,8 +135,10 @@ class _Task(Generic[T]):
             self.outcome.exception()
 
     def _start(self) -> None:
+        begin = self._call
+
         async def call() -> T:
-            return await self._call()
+            return await begin()
 
         self._task = self._portal.loop.create_task(call(), context=self._context)
         self._task.add_done_callback(self._deliver)

@@ -91,6 +91,8 @@ class TransferExecutor:
                     if not result.cancelled():
                         result.exception()  # nobody wants it any more
                 raise
+            finally:
+                del future, result
 
     def submit(self, fn: Callable[..., T], /, *args: Any) -> Future[T]:
         """Run `fn(*args)` on a lane, from synchronous code.

@@ -76,7 +76,7 @@ class WatchedRun:
         self._insist = insist
         self.points = 0
         self.tasks: list[asyncio.Task[Any]] = []
-        self._root: asyncio.Task[Any]
+        self._root: asyncio.Task[Any] | None = None
 
     async def __call__(self, operation: Callable[[], Awaitable[Any]]) -> bool:
         """Run `operation()`; whether it was cancelled. What else it raises is raised."""
@@ -86,21 +86,22 @@ class WatchedRun:
 
         context = contextvars.copy_context()
         context.run(_watching.set, self)
-        self._root = asyncio.get_running_loop().create_task(body(), context=context)
+        self._root = root = asyncio.get_running_loop().create_task(body(), context=context)
         if self._at == 0:
-            self._root.cancel()
-        await asyncio.wait([self._root])
+            root.cancel()
+        await asyncio.wait([root])
+        self._root = None
         asked = self._at is not None and self.points >= self._at
-        if self._root.cancelled():
+        if root.cancelled():
             assert asked, "cancelled by itself"
             return True
-        self._root.result()
+        root.result()
         assert not asked, f"went on although it was cancelled at point {self._at}"
         return False
 
     def suspended(self) -> None:
         """One of its tasks is about to wait."""
-        if self._root.done():
+        if self._root is None or self._root.done():
             return
         self.points += 1
         if self._at and (self.points == self._at or (self._insist and self.points > self._at)):
@@ -123,7 +124,10 @@ class _Counted(Coroutine[Any, Any, Any]):
         return waited
 
     def throw(self, *error: Any) -> Any:
-        waited = self._coroutine.throw(*error)
+        try:
+            waited = self._coroutine.throw(*error)
+        finally:
+            del error  # its traceback leads here: a circle that keeps all that it ran through
         self._run.suspended()
         return waited
 

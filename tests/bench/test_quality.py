@@ -309,8 +309,9 @@ def small(tiny_model_path: Path, folder: Path, *more: str) -> argparse.Namespace
 
 
 def test_ten_texts_from_the_command_line(
-    tiny_model_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_model_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     quality.run(small(tiny_model_path, tmp_path, "--keep", "0.5", "--scope", "shared", "--scope", "head"))
     found = json.loads((tmp_path / "out.json").read_text())
     assert found["schema"] == 1

@@ -277,7 +277,7 @@ def connecting(cache: Any) -> Any:
     if isinstance(cache, MemoryCache):
         return aconnect(cache.url)
     assert isinstance(cache, ServerCache)
-    return aconnect(cache.server.url, cache.server.http_url, MODEL, 10.0, geometry=BLOCKED)
+    return aconnect(cache.url, cache.server.http_url, MODEL, 10.0, geometry=BLOCKED)
 
 
 async def connect(place: Place) -> AsyncGenerator[Any, bool]:
@@ -452,8 +452,8 @@ async def disconnected(place: Place) -> AsyncGenerator[Any, bool]:
 
 # The table
 
-STREAMS = ["memory+async", "memory+blocking", "memory+http", "shared memory+async", "pickle+async"]
-CACHES = ["memory+async", "shared memory+async", "pickle+async"]
+STREAMS = ["memory+async", "memory+blocking", "memory+http", "shared memory+async", "pickle+async", "grpc+async"]
+CACHES = ["memory+async", "shared memory+async", "pickle+async", "grpc+async"]
 HTTP = ["memory+http"]
 ALONE = ["memory+async"]
 

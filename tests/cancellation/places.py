@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from lmcache_stream.testing import FakeEngine, Reply
 from lmcache_stream.testing.fake_cache_server import FakeCacheServer
 from lmcache_stream.types import Completion, TokenEvent, Usage
 from tests.engines import GEOMETRY, MODEL, kv_of
+from tests.grpc_door import GrpcDoor
 
 CHUNK = 4
 PROMPT = list(range(10, 28))
@@ -91,14 +92,15 @@ def offload(cache: EmbeddedCache, ids: list[int], salt: str) -> None:
 
 
 class ServerCache(Cache):
-    """A fake cache server on a real socket."""
+    """A fake cache server on a real socket, behind ZMQ or gRPC."""
 
     def __init__(self, *, shared_memory: bool) -> None:
         self.server = FakeCacheServer(chunk_size=CHUNK, pool_bytes=32 << 20, shared_memory=shared_memory)
         self.feeder: AsyncKVCacheContext
+        self.url: str
 
     async def connect(self) -> AsyncKVCacheContext:
-        return await aconnect(self.server.url, self.server.http_url, MODEL, 10.0, geometry=BLOCKED)
+        return await aconnect(self.url, self.server.http_url, MODEL, 10.0, geometry=BLOCKED)
 
     async def offload(self, ids: list[int], salt: str) -> None:
         whole = len(ids) // CHUNK * CHUNK
@@ -119,7 +121,7 @@ class ServerCache(Cache):
 
 @asynccontextmanager
 async def cache_at(backend: str) -> AsyncIterator[Cache]:
-    """A cache: "memory", "shared memory" or "pickle"."""
+    """A cache: "memory", "shared memory", "pickle" or "grpc"."""
     if backend == "memory":
         memory = MemoryCache(f"memory://{uuid.uuid4().hex}?chunk_size={CHUNK}&max_bytes=64MiB")
         try:
@@ -129,12 +131,22 @@ async def cache_at(backend: str) -> AsyncIterator[Cache]:
             memory.cache.unregister_model(MODEL)
             memory.cache.close()
         return
-    served = ServerCache(shared_memory=backend == "shared memory")
-    with served.server:
+    served = ServerCache(shared_memory=backend != "pickle")
+    with served.server, GrpcDoor(served.server) if backend == "grpc" else nullcontext(served.server) as door:
+        served.url = door.url
         served.server.serve(MODEL, BLOCKED)
         async with await served.connect() as served.feeder, await served.connect() as served.ctx:
+            if backend == "grpc":
+                await use_every_lane(served.feeder)
+                await use_every_lane(served.ctx)
             yield served
         assert served.server.clients == []
+
+
+async def use_every_lane(ctx: AsyncKVCacheContext) -> None:
+    """gRPC connects a lane when it is first used, and a second one is used while the first is busy."""
+    two = ([1] * CHUNK, [2] * CHUNK)
+    await asyncio.gather(*(ctx.put(kv_of(ids), ids, uuid.uuid4().hex) for ids in two))
 
 
 class Engine:

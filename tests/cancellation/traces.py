@@ -66,9 +66,11 @@ class Traces:
         return more
 
     async def gone(
-        self, tasks: Iterable[asyncio.Task[Any]], *, held: Callable[[], bool] = bool, within: float = 10.0
+        self, tasks: list[asyncio.Task[Any]], *, held: Callable[[], bool] = bool, within: float = 10.0
     ) -> None:
         """Wait until nothing is new, and nothing is held at a server.
+
+        Those of `tasks` that have ended are taken out: the error of one holds what it ran into.
 
         Raises:
             AssertionError: Something stays.
@@ -78,5 +80,6 @@ class Traces:
         pause = 0.0
         while more := [*self.new(tasks), *(["held at a server"] if held() else [])]:
             assert loop.time() < deadline, f"left behind: {more}"
+            tasks[:] = [task for task in tasks if not task.done()]
             await asyncio.sleep(pause)
             pause = min(pause + 0.0005, 0.02)

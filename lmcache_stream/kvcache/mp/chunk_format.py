@@ -40,14 +40,14 @@ class ChunkFormat:
         self.geometry = geometry
         self._model = model
         self._chunk_size = facts.chunk_size
-        self._unreadable: GeometryError | None = None
+        self._unreadable: str | None = None
         self._shape_known = explicit or None not in (model.num_layers, model.dtype, model.width)
         self._queries: tuple[Latent, torch.dtype] | None = None
         if geometry is not None:
             try:
                 self._read_with(codec_for(facts, geometry))
             except GeometryError as error:
-                self._unreadable = error
+                self._unreadable = str(error)
 
     def adopt(self, codec: Codec, geometry: KVGeometry) -> None:
         """Read chunks with `codec` from now on, since chunks of the cache have proven it."""
@@ -59,7 +59,7 @@ class ChunkFormat:
     def check_readable(self) -> None:
         """Raise if it is known already that chunks of KV cannot be read."""
         if self._unreadable is not None:
-            raise self._unreadable
+            raise GeometryError(self._unreadable)
 
     def for_reading(self, kind: CacheKind, chunk: Tensor) -> Codec:
         """Choose how to read chunks; what comes back from the cache is the truth about their shape and dtype.
@@ -83,8 +83,9 @@ class ChunkFormat:
         if self.codec is None and self.geometry is None and len(shape) == 4:
             self.codec = Split(shape[1], 1, shape[3])
         if self.codec is None:
-            raise self._unreadable or GeometryError(
-                f"{self._model.described} lies in chunks of shape {list(shape)}, which can be read in several "
+            raise GeometryError(
+                self._unreadable
+                or f"{self._model.described} lies in chunks of shape {list(shape)}, which can be read in several "
                 "ways: connect with probe=engine, or with geometry=KVGeometry(...)"
             )
         expected = self.codec.stored_shape(self._chunk_size)

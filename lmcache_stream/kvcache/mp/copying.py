@@ -28,6 +28,9 @@ async def copy_in_parts(executor: TransferExecutor, copy: Callable[..., None], c
     lanes = max(1, min(executor.lanes, count))
     bounds = [count * part // lanes for part in range(lanes + 1)]
     runs = (executor.run(copy, *args, first, last) for first, last in itertools.pairwise(bounds))
-    for failed in await asyncio.gather(*runs, return_exceptions=True):
-        if failed is not None:
-            raise failed
+    failures = [failed for failed in await asyncio.gather(*runs, return_exceptions=True) if failed is not None]
+    try:
+        if failures:
+            raise failures[0]
+    finally:
+        failures.clear()

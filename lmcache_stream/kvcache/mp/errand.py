@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import math
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lmcache_stream.errors import CacheConnectionError, CacheError, CacheTimeout
-from lmcache_stream.finishing import finish
+from lmcache_stream.errors import CacheConnectionError, CacheError, CacheTimeout, LMCacheError
+from lmcache_stream.finishing import finish, forget_frames
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
@@ -104,13 +105,24 @@ class Errand:
         if self._known:
             self._settle()
         elif not self.outcome.done():
-            self.outcome.set_exception(error)
+            told = copy.copy(error)  # the errand goes on with the other one
+            told.__cause__ = error.__cause__
+            forget_frames(told)
+            self.outcome.set_exception(told)
+
+    def forget_outcome(self) -> None:
+        """Let go of an error that it came to, now that the user has it."""
+        self.outcome = asyncio.get_running_loop().create_future()
+        self.outcome.cancel()
 
     def end(self, task: asyncio.Task[Any]) -> None:
         """Settle the outcome, now that the errand's task has ended."""
         for timer in self._timers:
             timer.cancel()
+        self.task = None
         error = CacheConnectionError("the context was closed") if task.cancelled() else task.exception()
+        if isinstance(error, LMCacheError | AbandonedError):
+            forget_frames(error)
         if self._known:
             if error is not None:
                 logger.debug("while letting go of what a call had held: %s", error)
@@ -164,6 +176,9 @@ async def run_errand(work: Callable[[Errand], Coroutine[Any, Any, T]], errand: E
         if not task.done():
             await errand.leave()
         raise
+    finally:
+        errand.forget_outcome()
+        del task
     return result
 
 

@@ -228,8 +228,7 @@ class GrpcTransport:
             raise self._gone() from None
         except asyncio.CancelledError:
             # A channel that is closed cancels its calls, and a loop that ends those that it can see.
-            task = asyncio.current_task()
-            if task is not None and not task.cancelling():
+            if not _is_cancelled():
                 raise self._gone() from None
             raise
         if len(answer) > LARGE:
@@ -287,6 +286,12 @@ class GrpcTransport:
             )
         words = words.removeprefix("Exception calling application: ")
         return CacheError(f"the cache server at {self.url} refused {operation.name}: {words}")
+
+
+def _is_cancelled() -> bool:
+    """Whether the task that asks is. A frame that held the task would be held by its error (see `finishing`)."""
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
 
 
 def _outlive_the_loop(call: Any) -> None:

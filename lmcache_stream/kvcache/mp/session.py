@@ -19,6 +19,7 @@ import uuid
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lmcache_stream.errors import CacheConnectionError, CacheError, CacheProtocolError, CacheTimeout
+from lmcache_stream.finishing import forget_frames
 from lmcache_stream.kvcache.mp.errand import CLEAN_UP, AbandonedError, detach
 from lmcache_stream.kvcache.mp.transport import silence
 from lmcache_stream.kvcache.mp.wire import (
@@ -197,6 +198,7 @@ class Session:
             if not self._errand.remaining:
                 await self._errand.fail(error)
             lost = error
+            forget_frames(lost)
         # What the first one has published is not published again: then the server knows of no reservation any more.
         if client.times_registered == registered and not await self._forgotten(client):
             try:

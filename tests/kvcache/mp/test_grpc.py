@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import subprocess
 import sys
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -318,6 +320,23 @@ async def test_a_call_is_cancelled_while_it_waits_for_a_connection(tmp_path: Pat
     with pytest.raises(asyncio.CancelledError):
         await call
     await transport.close()
+
+
+async def test_a_cancelled_call_keeps_no_connection_alive(tmp_path: Path) -> None:
+    transport = GrpcTransport(f"grpc+unix://{tmp_path}/nobody")
+    alive = weakref.ref(transport)
+    gc.disable()
+    try:
+        call = asyncio.create_task(transport.call(NOOP, timeout=30))
+        await asyncio.sleep(0)
+        call.cancel()
+        await asyncio.wait([call])
+        await transport.close()
+        del call, transport
+        await asyncio.sleep(0)
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 async def test_belongs_to_one_loop() -> None:
