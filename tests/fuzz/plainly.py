@@ -150,4 +150,5 @@ def _text(data: memoryview, at: int, size: int) -> str:
 
 
 def _hashable(key: Any) -> Any:
-    return str(key) if isinstance(key, list | dict) else key
+    # By identity: the text of maps in keys of maps doubles with every level.
+    return id(key) if isinstance(key, list | dict) else key
