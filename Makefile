@@ -121,9 +121,11 @@ test-real: $(STAMP) $(REAL_STAMP)
 test-real-all: $(STAMP) $(REAL_STAMP)
 	$(REAL) $(BIN)/python -m pytest tests/real -m real $(PYTEST_ARGS)
 
-# Branches that the tests take: 95 % of the package, and each one of the files that must not be wrong.
+# Branches that the tests take: 95 % of the package, and each one of the files that must not be wrong. One test counts bytes,
+# of which the measurement takes some, too.
 coverage: $(STAMP)
-	$(BIN)/python -m pytest -m "not real" --cov --cov-report= -n 2 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not real" --cov --cov-report= -n 2 \
+	  --deselect tests/test_guard.py::test_bytes_allocated_for_a_reply $(PYTEST_ARGS)
 	$(BIN)/coverage report --skip-covered --fail-under 95
 	$(BIN)/coverage report --skip-covered --fail-under 100 --include "$(COVERED)"
 

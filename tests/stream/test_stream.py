@@ -579,3 +579,9 @@ async def follow(prompt: int, chunk: int, steps: list[tuple[Any, ...]]) -> None:
                 offloaded = receipt.chunks_stored * chunk
             assert stream.tokens + stream.suffix_tokens() == model
             assert stream.output_tokens() == output
+
+
+async def test_a_stream_shows_what_it_knows(one: Setup) -> None:
+    stream = one.stream(10)
+    await stream.generate({"max_tokens": 2}, [50])
+    assert repr(stream) == (f"AsyncLMCacheStream({stream.stream_id()}, tokens=13, suffix=0, decoded=2, done=False)")
