@@ -17,6 +17,9 @@ empty :=
 COVERED := $(subst $(empty) $(empty),$(comma),$(addprefix lmcache_stream/,stream/*.py batch/asynchronous.py \
   batch/synchronous.py batch/members.py completions/sse.py kvcache/mp/wire.py kvcache/mp/codec.py))
 
+# Where soaks and their like leave what they found, for `make endurance`.
+ENDURANCE := build/endurance
+
 MUTATION_STAMP := $(VENV)/.mutation
 
 FUZZ_STAMP := $(VENV)/.fuzz
@@ -44,7 +47,7 @@ SMOKE_VENV := .venv-smoke
 SMOKE_BIN := $(CURDIR)/$(SMOKE_VENV)/bin
 
 .PHONY: run test check types docs dist smoke test-lowest bench profile quality kvpress headline real test-real test-real-all \
-  coverage repeats mutation faults soak soak-real fuzz clean
+  coverage repeats mutation faults soak soak-real fuzz endurance clean
 
 run: $(STAMP)
 	$(BIN)/lmcache-stream demo
@@ -128,17 +131,24 @@ coverage: $(STAMP)
 	  --deselect tests/test_guard.py::test_bytes_allocated_for_a_reply $(PYTEST_ARGS)
 	$(BIN)/coverage report --skip-covered --fail-under 95
 	$(BIN)/coverage report --skip-covered --fail-under 100 --include "$(COVERED)"
+	mkdir -p $(ENDURANCE)
+	$(BIN)/coverage json -q -o $(ENDURANCE)/coverage.json
+	$(BIN)/coverage json -q -o $(ENDURANCE)/coverage-core.json --include "$(COVERED)"
 
 # The tests five times in a row, in another order each time, two at a time.
 repeats: $(STAMP)
+	mkdir -p $(ENDURANCE)
 	for round in 1 2 3 4 5; do \
-	  $(BIN)/python -m pytest -m "not real" -q -n 2 --random-order --random-order-seed $$round $(PYTEST_ARGS) || exit; done
+	  $(BIN)/python -m pytest -m "not real" -q -n 2 --random-order --random-order-seed $$round \
+	    --junitxml $(ENDURANCE)/repeats-$$round.xml $(PYTEST_ARGS) || exit; done
 
 # Faults put into the files that must not be wrong, one at a time, and how many the tests find; an hour.
 mutation: $(MUTATION_STAMP)
 	$(BIN)/mutmut run --max-children 2
 	$(BIN)/mutmut export-cicd-stats
-	cat mutants/mutmut-cicd-stats.json
+	mkdir -p $(ENDURANCE)
+	cp mutants/mutmut-cicd-stats.json $(ENDURANCE)/mutation.json
+	cat $(ENDURANCE)/mutation.json
 
 # What every ordered fault leads to, in tests/faults/README.md.
 faults: $(STAMP)
@@ -146,19 +156,25 @@ faults: $(STAMP)
 
 # Ten minutes, or SOAK_MINUTES; more: SOAK_ARGS="--pickled --seed 1 --json soak.json".
 soak: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/soak.py $(SOAK_ARGS)
+	mkdir -p $(ENDURANCE)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/soak.py --json $(ENDURANCE)/soak.json $(SOAK_ARGS)
 
 soak-real: $(STAMP) $(REAL_STAMP)
-	$(REAL) $(BIN)/python benchmarks/soak.py --real $(SOAK_ARGS)
+	mkdir -p $(ENDURANCE)
+	$(REAL) $(BIN)/python benchmarks/soak.py --real --json $(ENDURANCE)/soak-real.json $(SOAK_ARGS)
 
 # Ten minutes each for bytes from an engine and frames from a cache server, then many runs of the stream's state machine.
 fuzz: $(FUZZ_STAMP)
-	mkdir -p .fuzz/sse .fuzz/wire
-	$(BIN)/python -m tests.fuzz.fuzz_sse .fuzz/sse tests/fuzz/corpus/sse -max_len=4096 \
-	  -max_total_time=$(FUZZ_SECONDS) -artifact_prefix=.fuzz/
-	$(BIN)/python -m tests.fuzz.fuzz_wire .fuzz/wire tests/fuzz/corpus/wire -max_len=1024 \
-	  -max_total_time=$(FUZZ_SECONDS) -artifact_prefix=.fuzz/
+	mkdir -p .fuzz/sse .fuzz/wire $(ENDURANCE)
+	for what in sse wire; do \
+	  $(BIN)/python -m tests.fuzz.fuzz_$$what .fuzz/$$what tests/fuzz/corpus/$$what -max_len=4096 -artifact_prefix=.fuzz/ \
+	    -max_total_time=$(FUZZ_SECONDS) > $(ENDURANCE)/fuzz-$$what.log 2>&1 || { tail -n 30 $(ENDURANCE)/fuzz-$$what.log; exit 1; }; \
+	  tail -n 1 $(ENDURANCE)/fuzz-$$what.log; done
 	LMCACHE_STREAM_MACHINE_EXAMPLES=2000 $(BIN)/python -m pytest tests/stream/test_machine.py --timeout 0
+
+# What the targets above found, into benchmarks/endurance.json and README's table.
+endurance: $(STAMP)
+	$(BIN)/python benchmarks/endurance_page.py
 
 clean:
 	rm -rf $(VENV) $(REAL_VENV) $(KVPRESS_VENV) $(LOWEST_VENV) $(SMOKE_VENV) build dist mutants .fuzz .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
