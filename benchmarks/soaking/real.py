@@ -21,7 +21,7 @@ from lmcache_stream.completions import CompletionsClient
 from lmcache_stream.editors import KeyDiff, Random, StreamingLLM
 from lmcache_stream.errors import CacheError, EditNotUsed, EngineError, LMCacheError
 from lmcache_stream.kvcache import aconnect
-from lmcache_stream.kvcache.mp import context
+from lmcache_stream.kvcache.mp import context, lookup
 from lmcache_stream.kvcache.mp.session import Session
 from lmcache_stream.kvcache.mp.wire import END_SESSION, QUERY_PREFETCH_STATUS, Operation
 from lmcache_stream.serving.options import StackOptions
@@ -199,8 +199,8 @@ class RealWorld(World):
                 super().__init__(*args, **options)
                 sessions.append(self._request_id)
 
-        self._exits.callback(setattr, context, "Session", Session)
-        vars(context)["Session"] = Noted
+        self._exits.callback(setattr, lookup, "Session", Session)
+        vars(lookup)["Session"] = Noted
         model, log_dir, shared_memory = self._given
         folder = Path(self._exits.enter_context(tempfile.TemporaryDirectory(prefix="soak-")))
         options = ImpatientOptions(
@@ -294,9 +294,11 @@ class RealWorld(World):
         except TimeoutError:
             return False
         except EngineError:
-            # LMCache's connector ends the whole vLLM when the cache server dies under a store of its own.
-            self._count("engine: ended by itself after the cache was killed, started again")
+            # LMCache's connector ends the whole vLLM when the cache server dies under a store of its own. What that
+            # vLLM had locked and reserved would stay at the cache for minutes.
+            self._count("engine: ended by itself after the cache was killed, both started again")
             await self._stack.process.stop()
+            await self._restart_cache()
             await self._stack.process.start()
             return await self._recovers(self._stack.options.start_timeout)
         return True
@@ -362,10 +364,13 @@ class RealWorld(World):
     async def _kill_cache(self) -> None:
         await asyncio.sleep(3 * self._chance.random() * TROUBLE_EVERY)
         self._count("cache: killed and restarted")
+        await self._restart_cache(2 * self._chance.random())
+
+    async def _restart_cache(self, pause: float = 0.0) -> None:
         self.lives += 1
         await self._stack.cache.kill()
         self._sessions.clear()
-        await asyncio.sleep(2 * self._chance.random())
+        await asyncio.sleep(pause)
         await self._stack.cache.start()
         self.lives += 1
 
