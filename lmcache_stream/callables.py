@@ -84,7 +84,8 @@ async def event_batches(
     """What `post_completion` yields, in batches of what came together.
 
     A callable with an async generator method `batches` is asked for batches; an async one is iterated on the loop; a
-    blocking one is called and iterated in one thread. Leaving early closes whatever it opened.
+    blocking one is called and iterated in one thread. Leaving early closes whatever it opened; a blocking iterable is
+    closed by its thread, as soon as that comes to its next item.
     """
     args = (prompt_token_ids, sampling_params, cache_salt)
     batches = getattr(post_completion, "batches", None)
@@ -151,7 +152,7 @@ class _BlockingRun:
             await thread
         finally:
             self._stop()
-            thread.cancel()
+            thread.cancel()  # who blocks is not waited for: it sees that it was stopped when it goes on
             with anyio.CancelScope(shield=True):
                 await asyncio.wait([thread], timeout=_CLOSE_TIMEOUT)
             if thread.done() and not thread.cancelled():

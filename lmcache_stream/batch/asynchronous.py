@@ -24,7 +24,7 @@ from lmcache_stream.metrics import (
 )
 from lmcache_stream.progress import PhaseProgress, ProgressOption, watching
 from lmcache_stream.stream import AsyncLMCacheStream, ModifyReceipt
-from lmcache_stream.stream.edits import EditsWhileDecoding, ModifyFn
+from lmcache_stream.stream.edits import EditsWhileDecoding, ModifyFn, check_editor
 
 if TYPE_CHECKING:
     import os
@@ -115,7 +115,7 @@ class AsyncBatchedStream(Members[AsyncLMCacheStream]):
         """Run every stream with `max_tokens` 1, so that the engine computes and offloads the prompts' KV.
 
         Args:
-            sampling_params: The engine's; `max_tokens` is set to 1.
+            sampling_params: The engine's; `max_tokens` is set to 1, and `min_tokens` left out.
             fmt: What the report's `emit` writes: "terminal" or "json".
             width: Columns of the report's table.
             stream_ids: Streams that take part; None: all.
@@ -130,9 +130,8 @@ class AsyncBatchedStream(Members[AsyncLMCacheStream]):
             UsageError: An unknown `fmt`, before anything runs.
         """
         _check_params(sampling_params)
-        return await self._report_requests(
-            "prefill", {**sampling_params, "max_tokens": 1}, fmt, width, stream_ids, max_concurrency, timeout
-        )
+        one_token = {name: value for name, value in sampling_params.items() if name != "min_tokens"} | {"max_tokens": 1}
+        return await self._report_requests("prefill", one_token, fmt, width, stream_ids, max_concurrency, timeout)
 
     async def modify(
         self,
@@ -325,8 +324,7 @@ class AsyncBatchedStream(Members[AsyncLMCacheStream]):
         timeout: float,
         poll_interval: float,
     ) -> float:
-        if not callable(fn):
-            raise UsageError(f"modify takes an Editor or a function fn(kv, tokens), not {type(fn).__name__}")
+        check_editor(fn)
         results: dict[str, ModifyReceipt] = {}
         self.receipts = results
         return await self._run_phase(

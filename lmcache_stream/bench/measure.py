@@ -47,7 +47,6 @@ class Rounds:
     Attributes:
         sent: When the decode was sent, in seconds of `time.perf_counter`.
         edits: Those that succeeded.
-        lost: Tokens of the edits that gave way to the next one, which the engine did not take from the cache.
     """
 
     stream: AsyncLMCacheStream
@@ -56,7 +55,6 @@ class Rounds:
     editor: Editor
     sent: float = 0.0
     edits: list[EditWhileDecoding] = field(default_factory=list)
-    lost: int = 0
     _begun: float = 0.0
 
     async def __aenter__(self) -> None:
@@ -67,11 +65,9 @@ class Rounds:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.slots.release()
-        receipt, metrics = self.stream.last_receipt, self.stream.last_metrics
+        receipt = self.stream.last_receipt
         if exc_type is not None or receipt is None:
             return
-        if receipt.stored and metrics is not None:
-            self.lost += metrics.edit_shortfall
         self.edits.append(
             EditWhileDecoding(
                 start=self._begun - self.sent,
@@ -194,9 +190,7 @@ async def measure_passes(
         text=stream.output_text()[text:],
         tokens=stream.output_tokens()[tokens:] if phase == "prefill" else [],
         cached_tokens=metrics.cached_tokens if metrics else None,
-        edit_shortfall=rounds.lost + metrics.edit_shortfall
-        if rounds and metrics
-        else _shortfall(metrics, ready.stored),
+        edit_shortfall=metrics.edit_shortfall if rounds and metrics else _shortfall(metrics, ready.stored),
         edits=rounds.edits if rounds else [],
         error=error,
     )

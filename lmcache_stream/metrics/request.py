@@ -21,7 +21,7 @@ class StreamPerfMetrics:
 
     Args:
         duration: From the request to the end of its answer.
-        input_tokens: Tokens of the prompt that was sent.
+        input_tokens: Tokens of the prompt that was sent; of several passes, the first's.
         output_tokens: Tokens that were generated.
         input_tput: `input_tokens / duration`; 0 when `duration` is 0.
         output_tput: `output_tokens / duration`; 0 when `duration` is 0.
@@ -29,8 +29,8 @@ class StreamPerfMetrics:
             arrive in one event share its time: the gap before the event is spread evenly over them, and an opening
             event of k tokens gives k - 1 gaps of zero. The gaps sum to the time from the first to the last arrival.
         ttft: From the request to the arrival of the first token; 0 when none came.
-        cached_tokens: Prompt tokens that the engine took from a cache; None if it does not say.
-        edit_shortfall: Tokens of a stored edit that the engine did not take from the cache.
+        cached_tokens: Those of them that the engine took from a cache; None if it does not say.
+        edit_shortfall: Tokens of stored edits that the engine did not take from the cache.
         times: Arrival of each token since the request.
         start: When the request was sent, in seconds of `time.perf_counter`.
     """
@@ -64,9 +64,9 @@ class StreamPerfMetrics:
             start: When it was sent, in seconds of `time.perf_counter`.
             end: When its answer ended, on the same clock.
             times: When each token arrived, on the same clock, in order; equal neighbours are one event.
-            input_tokens: Tokens of the prompt that was sent.
-            cached_tokens: Prompt tokens that the engine took from a cache; None if it does not say.
-            edit_shortfall: Tokens of a stored edit that the engine did not take from the cache.
+            input_tokens: Tokens of the prompt that was sent; of several passes, the first's.
+            cached_tokens: Those of them that the engine took from a cache; None if it does not say.
+            edit_shortfall: Tokens of stored edits that the engine did not take from the cache.
         """
         duration = end - start
         return cls(

@@ -12,10 +12,18 @@ import torch
 from lmcache_stream.editors.base import Editor
 from lmcache_stream.errors import UsageError
 
-__all__ = ["EditsWhileDecoding", "ModifyFn", "plan_passes"]
+__all__ = ["EditsWhileDecoding", "ModifyFn", "check_editor", "plan_passes"]
 
 ModifyFn: TypeAlias = Callable[[torch.Tensor, list[int]], Any]
 """`fn(kv [2, L, T, D], tokens) -> (new_kv [2, L, T', D], new_tokens)`, sync or async; None: nothing to store."""
+
+
+def check_editor(fn: object) -> None:
+    """Refuse what can be no edit: it is neither an editor nor a function."""
+    if not callable(fn) or isinstance(fn, type):
+        raise UsageError(
+            f"an edit is an Editor, such as StreamingLLM(keep=0.5), or a function fn(kv, tokens), not {fn!r}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +54,7 @@ class EditsWhileDecoding:
             raise UsageError("edit_every and editor go together: give both, or none")
         if type(edit_every) is not int or edit_every < 1:
             raise UsageError(f"edit_every must be a number of tokens of at least 1, not {edit_every!r}")
+        check_editor(editor)
         return cls(edit_every, editor, slots or nullcontext())
 
 

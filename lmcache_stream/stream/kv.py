@@ -17,7 +17,7 @@ from lmcache_stream.callables import call, in_own_thread
 from lmcache_stream.editors.base import Edit, EditInput, Editor
 from lmcache_stream.errors import CacheError, CoverageTimeout, EditNotUsed, LMCacheStreamError, StoreError, UsageError
 from lmcache_stream.kvcache.context import AsyncKVCacheContext, StoreOutcome, check_timeout, whole_chunks
-from lmcache_stream.stream.edits import ModifyFn
+from lmcache_stream.stream.edits import ModifyFn, check_editor
 from lmcache_stream.stream.state import ModifyReceipt, StreamState, check_token_ids, fresh_salt
 from lmcache_stream.types import CacheKind
 
@@ -136,6 +136,7 @@ class StreamKV:
         deadline: float | None = None,
     ) -> ModifyReceipt:
         """Retrieve, let `fn` edit, store: all or nothing; `deadline`, in the loop's time, bounds the calls."""
+        check_editor(fn)
         with observe.span(
             "modify_kv",
             {"gen_ai.request.model": self._ctx.model_name},
@@ -207,14 +208,12 @@ class StreamKV:
                 queries=queries,
                 spent=True,
             )
+            version = kv._version
             edit: object = await in_own_thread(fn.edit, given)
             if not isinstance(edit, Edit):
                 raise UsageError(f"{type(fn).__name__}.edit must return an Edit, not {type(edit).__name__}")
-            return None if edit.kv is kv and edit.tokens == given.tokens else edit
-        if not callable(fn) or isinstance(fn, type):
-            raise UsageError(
-                f"modify_kv takes an Editor, such as StreamingLLM(keep=0.5), or a function fn(kv, tokens), not {fn!r}"
-            )
+            untouched = edit.kv is kv and kv._version == version  # which counts what is done in place
+            return None if untouched and edit.tokens == given.tokens else edit
         result = await call(fn, kv, tokens.copy())
         if result is None:
             return None

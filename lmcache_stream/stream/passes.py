@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Final
@@ -15,7 +14,7 @@ from lmcache_stream.errors import EditNotUsed, EngineResponseError, LMCacheStrea
 from lmcache_stream.kvcache.context import AsyncKVCacheContext, check_timeout
 from lmcache_stream.stream.edits import EditsWhileDecoding, plan_passes
 from lmcache_stream.stream.kv import Coverage, OnShortfall, StreamKV, seconds_left
-from lmcache_stream.stream.state import Request, StreamState, check_token_ids
+from lmcache_stream.stream.state import GenerateCall, Request, StreamState, check_token_ids
 from lmcache_stream.types import AsyncPostCompletion, Completion, PostCompletion, TokenEvent
 
 __all__ = ["Passes"]
@@ -58,28 +57,35 @@ class Passes:
         suffix = check_token_ids(suffix_tokens, "suffix_tokens")
         loop = asyncio.get_running_loop()
         deadline = None if timeout is None else loop.time() + check_timeout(timeout)
-        requests: list[Request] = []
-        for size, edit_after in plan_passes(max_tokens, edits):
-            params = dict(sampling_params) if size is None else {**sampling_params, "max_tokens": size}
-            request = Request(self._state, suffix, size or max_tokens, requests)
-            requests.append(request)
-            suffix = []
-            phase = "prefill" if params.get("max_tokens") == 1 and not self._state.generated else "decode"
-            span = observe.request(self._ctx.model_name, params, phase, self._stream_id)
-            failure: BaseException | None = None
-            try:
-                async with aclosing(self._exchange(request, params, deadline, span)) as batches:
-                    async for batch in batches:
-                        yield request, batch
-            except BaseException as error:
-                failure = None if isinstance(error, GeneratorExit) else error
-                raise
-            finally:
-                self._tell(span, phase, request, failure)
-            if self._state.done:
-                return
-            if edit_after and edits is not None and self._state.expected >= self._ctx.chunk_size:
-                await self._edit_midway(edits, request, deadline)
+        if edits is not None and sampling_params.get("min_tokens"):
+            raise UsageError(
+                "min_tokens does not go with edit_every, whose passes are shorter: give ignore_eos instead"
+            )
+        call = GenerateCall()
+        try:
+            for size, edit_after in plan_passes(max_tokens, edits):
+                params = dict(sampling_params) if size is None else {**sampling_params, "max_tokens": size}
+                request = Request(self._state, suffix, size or max_tokens, call)
+                suffix = []
+                phase = "prefill" if params.get("max_tokens") == 1 and not self._state.generated else "decode"
+                span = observe.request(self._ctx.model_name, params, phase, self._stream_id)
+                failure: BaseException | None = None
+                try:
+                    async with aclosing(self._exchange(request, params, deadline, span)) as batches:
+                        async for batch in batches:
+                            yield request, batch
+                except BaseException as error:
+                    failure = None if isinstance(error, GeneratorExit) else error
+                    raise
+                finally:
+                    self._tell(span, phase, request, failure)
+                    del failure  # see `finishing`
+                if self._state.done:
+                    return
+                if edit_after and edits is not None and self._state.expected >= self._ctx.chunk_size:
+                    await self._edit_midway(edits, call, deadline)
+        finally:
+            self._state.last_metrics = call.metrics() or self._state.last_metrics
 
     def _tell(self, span: observe.Span, phase: str, request: Request, failure: BaseException | None) -> None:
         """Say what a request was, now that it has ended."""
@@ -94,7 +100,7 @@ class Passes:
             type(failure).__name__ if failure is not None else reason,
         )
         if span:
-            first = request.times[0] - request.start if request.times else None
+            first = request.first - request.start if request.first is not None else None
             span.set(
                 {
                     "gen_ai.usage.input_tokens": len(request.ids),
@@ -109,21 +115,23 @@ class Passes:
             span.record("gen_ai.client.token.usage", request.arrived, **{"gen_ai.token.type": "output"})
         span.end(failure)
 
-    async def _edit_midway(self, edits: EditsWhileDecoding, request: Request, deadline: float | None) -> None:
+    async def _edit_midway(self, edits: EditsWhileDecoding, call: GenerateCall, deadline: float | None) -> None:
         left = seconds_left(deadline, _COVERAGE_TIMEOUT)
         coverage = Coverage(_COVERAGE_TIMEOUT if left is None else left, _POLL_INTERVAL)
         try:
             async with asyncio.timeout_at(deadline), edits.slots:
                 await self._kv.modify(edits.editor, coverage, deadline=deadline)
         except LMCacheStreamError as error:
-            error.arrived, error.suffix_consumed = request.failure().values()
+            error.arrived, error.suffix_consumed = call.failure().values()
             raise
+        except UsageError as error:
+            raise LMCacheStreamError(f"stream {self._stream_id}: an edit midway: {error}", **call.failure()) from error
         except TimeoutError as error:
             if deadline is None or asyncio.get_running_loop().time() < deadline:
                 raise  # the editor's own
             raise StreamTimeout(
-                f"stream {self._stream_id}: no end of an edit in time, after {request.arrived} tokens",
-                **request.failure(),
+                f"stream {self._stream_id}: no end of an edit in time, after {len(call.times)} tokens",
+                **call.failure(),
             ) from error
 
     async def _exchange(
@@ -138,30 +146,26 @@ class Passes:
             with span.attached():
                 async with asyncio.timeout_at(deadline):
                     await self._kv.require_edit(deadline)
-            request.start = time.perf_counter()
-            state.unverified = state.stored > 0
-            try:
-                batches = event_batches(self._post_completion, request.ids.copy(), sampling_params, salt)
-                async with aclosing(batches):
-                    with span.attached():  # the request goes out with the first step
-                        batch = await _next(batches, deadline)
-                    while batch is not None:
-                        yield batch
-                        batch = await _next(batches, deadline)
-                request.finish()
-                request.judge_edit()
-            finally:
-                state.last_metrics = request.metrics()
+            request.send()
+            batches = event_batches(self._post_completion, request.ids.copy(), sampling_params, salt)
+            async with aclosing(batches):
+                with span.attached():  # the request goes out with the first step
+                    batch = await _next(batches, deadline)
+                while batch is not None:
+                    yield batch
+                    batch = await _next(batches, deadline)
+            request.finish()
+            request.judge_edit()
         except TimeoutError as error:
             if deadline is None or asyncio.get_running_loop().time() < deadline:
                 raise self._failed(request, error) from error
             raise StreamTimeout(
-                f"stream {self._stream_id}: no end in time, {request.arrived} tokens arrived", **request.failure()
+                f"stream {self._stream_id}: no end in time, {request.arrived} tokens arrived", **request.call.failure()
             ) from error
         except LMCacheStreamError:
             raise
         except UsageError as error:
-            if request.consumed:
+            if request.call.consumed:
                 raise self._failed(request, error) from error
             raise
         except Exception as error:
@@ -171,7 +175,7 @@ class Passes:
             raise LMCacheStreamError(
                 f"stream {self._stream_id}: the engine ended the request with finish reason {reason!r} after "
                 f"{request.arrived} tokens",
-                **request.failure(),
+                **request.call.failure(),
             )
         if state.unverified:
             _warn_unverifiable()
@@ -182,7 +186,7 @@ class Passes:
                 "so this output does not come from the edit",
                 stored=state.stored,
                 used=state.stored - state.lost,
-                **request.failure(),
+                **request.call.failure(),
             )
 
     def record(self, request: Request, item: TokenEvent | Completion) -> None:
@@ -197,7 +201,9 @@ class Passes:
     def _failed(self, request: Request, error: BaseException) -> LMCacheStreamError:
         refused = isinstance(error, EngineResponseError) and 400 <= error.status < 500 and not request.arrived
         what = "the engine refused the request" if refused else f"the engine failed after {request.arrived} tokens"
-        return LMCacheStreamError(f"stream {self._stream_id}: {what}: {str(error) or repr(error)}", **request.failure())
+        return LMCacheStreamError(
+            f"stream {self._stream_id}: {what}: {str(error) or repr(error)}", **request.call.failure()
+        )
 
 
 def _max_tokens(sampling_params: Any) -> int | None:

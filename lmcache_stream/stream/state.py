@@ -77,7 +77,8 @@ class ModifyReceipt:
         bytes_moved: Bytes of KV read from the cache and written to it.
         seconds: Time in each step: `wait` for coverage, `retrieve`, `edit`, `store`.
         salt: The `cache_salt` under which the edit lies.
-        stored: False when `fn` returned None: nothing was stored and the stream is unchanged.
+        stored: False when there was nothing to store: `fn` returned None, or an editor its input as it was. The stream
+            is unchanged then.
     """
 
     tokens_before: int
@@ -166,6 +167,52 @@ class StreamState:
         self.finish_reason = None
 
 
+class GenerateCall:
+    """What the requests of one call of a stream brought so far.
+
+    Attributes:
+        times: When each token came, in seconds of `time.perf_counter`.
+        consumed: Whether the pending and the caller's suffix are part of the stream's tokens now.
+        cached_tokens: Prompt tokens of the first request that the engine took from a cache; None if it does not say.
+    """
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self.consumed: bool = False
+        self.cached_tokens: int | None = None
+        self._start: float | None = None
+        self._input_tokens = 0
+        self._shortfalls: dict[str, int] = {}
+
+    def begin(self, input_tokens: int) -> bool:
+        """Note that a request of so many tokens goes out; whether it is the first."""
+        if self._start is not None:
+            return False
+        self._start, self._input_tokens = time.perf_counter(), input_tokens
+        return True
+
+    def miss(self, salt: str, tokens: int) -> None:
+        """Note how many tokens of the edit under `salt` were not taken from the cache."""
+        self._shortfalls[salt] = tokens
+
+    def failure(self) -> dict[str, Any]:
+        """What an error has to say about it: `arrived` and `suffix_consumed`."""
+        return {"arrived": len(self.times), "suffix_consumed": self.consumed}
+
+    def metrics(self) -> StreamPerfMetrics | None:
+        """What it took, up to now, with all that lay between its requests; None if none went out."""
+        if self._start is None:
+            return None
+        return StreamPerfMetrics.from_times(
+            start=self._start,
+            end=time.perf_counter(),
+            times=self.times,
+            input_tokens=self._input_tokens,
+            cached_tokens=self.cached_tokens,
+            edit_shortfall=sum(self._shortfalls.values()),
+        )
+
+
 class Request:
     """One request of a stream: the state moves with its first token, not before.
 
@@ -173,29 +220,34 @@ class Request:
         state: The stream's.
         suffix: The caller's suffix tokens.
         max_tokens: As asked for; None if not.
-        earlier: Requests of the same call before this one.
+        call: The call that it is a part of.
+
+    Attributes:
+        start: When it went out, in seconds of `time.perf_counter`.
+        first: When its first token came; None before.
+        arrived: Tokens that came so far.
     """
 
     def __init__(
-        self,
-        state: StreamState,
-        suffix: Sequence[int],
-        max_tokens: int | None,
-        earlier: Sequence[Request] = (),
+        self, state: StreamState, suffix: Sequence[int], max_tokens: int | None, call: GenerateCall | None = None
     ) -> None:
         self._state = state
-        self._earlier = tuple(earlier)
         self._max_tokens = max_tokens
+        self._first = False
+        self.call: GenerateCall = GenerateCall() if call is None else call
         self.ids: list[int] = [*state.tokens, *state.suffix, *suffix]
         self.start: float = time.perf_counter()
-        self.times: list[float] = []
+        self.first: float | None = None
+        self.arrived: int = 0
         self.consumed: bool = False
         self.completion: Completion | None = None
 
-    @property
-    def arrived(self) -> int:
-        """Tokens that came so far."""
-        return len(self.times)
+    def send(self) -> None:
+        """Note that it goes out now."""
+        self.start = time.perf_counter()
+        self._first = self.call.begin(len(self.ids))
+        self._state.unverified = self._state.stored > 0
+        self.call.miss(self._state.salt, self._state.lost)
 
     def record(self, item: TokenEvent | Completion) -> None:
         """Take one item from the engine into the stream's state."""
@@ -211,7 +263,11 @@ class Request:
             if not self.consumed:
                 self._consume()
             if token is not None:
-                self.times.append(time.perf_counter() if item.time is None else item.time)
+                came = time.perf_counter() if item.time is None else item.time
+                self.call.times.append(came)
+                if not self.arrived:
+                    self.first = came
+                self.arrived += 1
                 state.tokens.append(token)
                 state.generated.append(token)
                 state.decoded += 1
@@ -219,6 +275,8 @@ class Request:
                 state.text_parts.append(item.text)
         elif isinstance(item, Completion):
             self.completion = item
+            if self._first:
+                self.call.cached_tokens = self.cached_tokens
         else:
             raise UsageError(f"post_completion must yield TokenEvent(token_id, text), not {type(item).__name__}")
 
@@ -229,7 +287,7 @@ class Request:
         state.expected = len(self.ids)
         state.done = False
         state.finish_reason = None
-        self.consumed = True
+        self.consumed = self.call.consumed = True
 
     def finish(self) -> None:
         """The engine ended the request by itself: decide whether the stream is done."""
@@ -266,20 +324,4 @@ class Request:
         if cached is not None:
             state.unverified = False
             state.lost = max(state.lost, min(state.stored, len(self.ids) - 1) - cached)
-
-    def failure(self) -> dict[str, Any]:
-        """What an error has to say about the call: `arrived` and `suffix_consumed`."""
-        earlier = sum(request.arrived for request in self._earlier)
-        return {"arrived": earlier + self.arrived, "suffix_consumed": self.consumed or bool(self._earlier)}
-
-    def metrics(self) -> StreamPerfMetrics:
-        """What the call took, up to now: this request and those before it, with all that lay between."""
-        requests = (*self._earlier, self)
-        return StreamPerfMetrics.from_times(
-            start=requests[0].start,
-            end=time.perf_counter(),
-            times=[arrival for request in requests for arrival in request.times],
-            input_tokens=len(requests[0].ids),
-            cached_tokens=self.cached_tokens,
-            edit_shortfall=self._state.lost,
-        )
+            self.call.miss(state.salt, state.lost)

@@ -47,8 +47,8 @@ async def test_the_documented_phases(ctx: AsyncKVCacheContext, cache: EmbeddedCa
     batch = AsyncBatchedStream(progress=False)
     ids = fill(batch, ctx, engine, 5)
 
-    prefill = await batch.prefill({"temperature": 1.0, "max_tokens": 77})
-    assert {sent[1]["max_tokens"] for sent in engine.sent} == {1}
+    prefill = await batch.prefill({"temperature": 1.0, "max_tokens": 77, "min_tokens": 8})
+    assert [sent[1] for sent in engine.sent] == [{"temperature": 1.0, "max_tokens": 1}] * 5
     assert section(prefill, "config") == {"num_streams": 5}
     results = section(prefill, "results")
     assert results["input_tokens"] == 90
@@ -134,7 +134,7 @@ async def test_a_bad_format_is_refused_before_any_work(ctx: AsyncKVCacheContext,
         await batch.decode(PREFILL, "yaml")
     with pytest.raises(UsageError, match="mapping"):
         await batch.prefill(None)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="Editor or a function"):
+    with pytest.raises(UsageError, match="an edit is an Editor"):
         await batch.modify(None)  # type: ignore[arg-type]
     assert engine.sent == []
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from lmcache_stream.batch import AsyncBatchedStream
 from lmcache_stream.editors.base import Edit, EditInput, Editor
 from lmcache_stream.errors import (
     EngineResponseError,
@@ -321,6 +322,59 @@ async def test_editing_while_decoding_needs_its_arguments(
     with pytest.raises(UsageError, match="edit_every"):
         await one.stream(18).generate(params, **options)
     assert one.engine.sent == []
+
+
+class NeedsQueries(Editor):
+    needs = frozenset({"queries"})
+
+    def edit(self, x: EditInput) -> Edit:
+        raise AssertionError
+
+
+async def test_an_edit_that_cannot_be_midway_says_what_arrived(one: Setup) -> None:
+    stream = one.stream(18)
+    with pytest.raises(LMCacheStreamError, match=r"an edit midway: .*queries") as caught:
+        await stream.generate({"max_tokens": 9}, [70], edit_every=4, editor=NeedsQueries())
+    assert isinstance(caught.value.__cause__, UsageError)
+    assert (caught.value.arrived, caught.value.suffix_consumed) == (4, True)
+    assert stream.tokens == [*range(18), 70, 1000, 1001, 1002, 1003]
+
+
+@pytest.mark.parametrize("fn", [NeedsQueries, "drop", None, 0.5])
+async def test_what_is_no_edit_is_refused_before_anything_runs(one: Setup, fn: Any) -> None:
+    stream = one.stream(18)
+    with pytest.raises(UsageError, match=r"an edit is an Editor, such as StreamingLLM\(keep=0.5\), or a function"):
+        await stream.modify_kv(fn, timeout=30)
+    if fn is not None:
+        with pytest.raises(UsageError, match="an edit is an Editor"):
+            await stream.generate({"max_tokens": 9}, edit_every=4, editor=fn)
+    batch = AsyncBatchedStream(progress=False)
+    batch.add(stream)
+    with pytest.raises(UsageError, match="an edit is an Editor"):
+        await batch.modify(fn)
+    assert one.engine.sent == []
+
+
+async def test_passes_of_their_own_length_do_not_go_with_a_shortest_answer(one: Setup) -> None:
+    with pytest.raises(UsageError, match="min_tokens does not go with edit_every"):
+        await one.stream(18).generate({"max_tokens": 9, "min_tokens": 9}, edit_every=4, editor=keep)
+    assert one.engine.sent == []
+
+
+class InPlace(Editor):
+    def edit(self, x: EditInput) -> Edit:
+        x.kv[1].neg_()
+        return Edit(kv=x.kv, tokens=x.tokens, kept_positions=None)
+
+
+async def test_an_editor_that_writes_into_its_input_is_stored(one: Setup) -> None:
+    stream = one.stream(16)
+    await stream.generate(PREFILL)
+    receipt = await stream.modify_kv(InPlace())
+    assert (receipt.stored, receipt.chunks_stored) == (True, 4)
+    expected = kv_of(list(range(16)))
+    expected[1].neg_()
+    assert torch.equal(await stream.retrieve_kv(), expected)
 
 
 async def test_an_editor_that_keeps_everything_stores_nothing(one: Setup) -> None:

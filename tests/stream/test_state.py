@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from lmcache_stream.errors import UsageError
 from lmcache_stream.kvcache.context import whole_chunks
-from lmcache_stream.stream.state import Request, StreamState, check_token_ids, fresh_salt
+from lmcache_stream.stream.state import GenerateCall, Request, StreamState, check_token_ids, fresh_salt
 from lmcache_stream.types import Completion, TokenEvent, Usage
 
 SALTS = st.text(st.characters(codec="utf-8", exclude_characters="@/\\\0"), max_size=128)
@@ -91,7 +91,7 @@ def test_an_abort_before_the_first_token_consumes_nothing(reason: str) -> None:
     request.record(Completion(reason))
     request.finish()
     assert (state.tokens, state.suffix, state.finish_reason) == ([1], [2], None)
-    assert request.failure() == {"arrived": 0, "suffix_consumed": False}
+    assert request.call.failure() == {"arrived": 0, "suffix_consumed": False}
 
 
 def test_ids_of_other_integer_types_become_plain_ints() -> None:
@@ -124,9 +124,13 @@ def test_shortfall(sent: int, stored: int, cached: int | None, short: int) -> No
     state = state_of(list(range(sent)))
     state.stored, state.unverified = stored, True
     request = Request(state, [], None)
+    request.send()
     request.record(Completion("length", usage=Usage(sent, 0, cached)))
     request.judge_edit()
-    assert state.lost == request.metrics().edit_shortfall == short
+    metrics = request.call.metrics()
+    assert metrics is not None
+    assert state.lost == metrics.edit_shortfall == short
+    assert metrics.cached_tokens == cached
     assert state.unverified is (cached is None)
 
 
@@ -180,3 +184,20 @@ def test_bad_token_ids_are_named(bad: list[object]) -> None:
 def test_text_is_no_token_ids() -> None:
     with pytest.raises(UsageError, match="tokenize"):
         check_token_ids("hello", "prompt")  # type: ignore[arg-type]
+
+
+def test_a_call_counts_each_edit_and_only_what_its_first_request_sent() -> None:
+    state, call = state_of(list(range(8))), GenerateCall()
+    assert call.metrics() is None
+    for salt, cached in (("", 6), ("~1", 5), ("~1", 5), ("~2", 2)):
+        state.salt, state.stored, state.lost = salt, 6, 0
+        request = Request(state, [], 1, call)
+        request.send()
+        request.record(TokenEvent(1, time=float(len(call.times))))
+        request.record(Completion("length", usage=Usage(len(request.ids), 1, cached)))
+        request.judge_edit()
+    metrics = call.metrics()
+    assert metrics is not None
+    assert (metrics.input_tokens, metrics.cached_tokens, metrics.edit_shortfall) == (8, 6, 0 + 1 + 4)
+    assert len(metrics.times) == 4
+    assert call.failure() == {"arrived": 4, "suffix_consumed": True}

@@ -70,7 +70,7 @@ class Edit:
     """What an editor made of its input.
 
     Args:
-        kv: `[P, L, T', D]`, contiguous, of the input's dtype; the input itself when nothing changed.
+        kv: `[P, L, T', D]`, contiguous, of the input's dtype; the input itself, untouched, when nothing changed.
         tokens: `T'` token ids under which to store it. Where layers or heads keep different tokens: those that most
             of them keep, in order.
         kept_positions: Positions in the input of the tokens kept, ascending, int64: `[T']`, `[L, T']` by layer or

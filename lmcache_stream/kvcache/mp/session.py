@@ -54,6 +54,9 @@ T = TypeVar("T")
 PATIENCE = 1.0
 """Seconds without an answer after which a registration is looked after."""
 
+LONGEST_PAUSE = 8.0
+"""Seconds, at most, between two such looks while there is no answer: a server that is busy may not answer the first."""
+
 REPEAT = 2.0
 """Seconds without an answer after which a commit of a store is sent again."""
 
@@ -276,12 +279,14 @@ class Session:
         call = detach(self._transport.call(operation, *args, timeout=errand.remaining + linger, lane=lane))
         asked, asking = (client.times_asked, client.asking) if client is not None else (0, 0)
         doubts: list[asyncio.Task[bool]] = []
+        answers: asyncio.Task[bool] | None = None
         keep = False
+        pause = PATIENCE
         try:
-            await _first([call, errand.gone], min(PATIENCE, errand.remaining))
-            if not call.done() and not errand.abandoned:
-                alive = detach(self._alive())
-                doubts.append(alive)
+            await _first([call, errand.gone], min(pause, errand.remaining))
+            while not call.done() and not errand.abandoned:
+                answers = detach(self._alive())
+                doubts.append(answers)
                 if client is not None:
                     forgotten = detach(self._forgotten(client))
                     doubts.append(forgotten)
@@ -291,9 +296,13 @@ class Session:
                     if not call.done() and (again or (forgotten.done() and forgotten.result())):
                         keep = keep_as is not None
                         raise ForgottenError
-                await _first([call, errand.gone], errand.remaining)
-                if not call.done() and not errand.abandoned:
-                    await errand.fail(silence(self._transport.url, operation, errand.timeout, alive=await alive))
+                await _first([call, errand.gone], min(pause, errand.remaining))
+                if not errand.remaining:
+                    break
+                pause = min(2 * pause, LONGEST_PAUSE)
+            if not call.done() and not errand.abandoned:
+                alive = answers is not None and await answers
+                await errand.fail(silence(self._transport.url, operation, errand.timeout, alive=alive))
             if not call.done():
                 if operation is LOOKUP and errand.step_aside is not None:
                     await errand.step_aside()  # nothing is prepared under this key yet

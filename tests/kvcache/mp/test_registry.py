@@ -31,6 +31,21 @@ async def test_a_forgotten_registration_is_made_again(server: FakeCacheServer, c
     assert len(server.clients) == 1
 
 
+async def test_a_busy_server_that_has_forgotten_us_is_asked_again(
+    shm_server: FakeCacheServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_module, "PATIENCE", 0.1)
+    kv = made_kv()
+    async with opened(shm_server) as context:
+        await context.put(kv, TOKENS)
+        shm_server.forget()
+        shm_server.http_status = 503
+        storing = asyncio.create_task(context.put(kv, TOKENS, "salt", timeout=20))
+        await asyncio.sleep(0.3)
+        shm_server.http_status = 200
+        assert await storing == StoreOutcome(4, taken=4)
+
+
 async def test_the_same_context_works_after_a_restart(server: FakeCacheServer, ctx: MPKVCacheContext) -> None:
     kv = made_kv()
     await ctx.put(kv, TOKENS)
