@@ -56,7 +56,7 @@ class Telemetry:
                 ("lmcache_stream.phase.duration", "s", "Duration of a batch's phase."),
                 ("lmcache_stream.modify.duration", "s", "Duration of an edit, and of its steps."),
                 ("lmcache_stream.modify.io", "By", "KV moved by an edit."),
-                ("lmcache_stream.transfer.duration", "s", "Duration of a copy or an edit on a lane."),
+                ("lmcache_stream.transfer.duration", "s", "Duration of work on a lane."),
             )
         }
 

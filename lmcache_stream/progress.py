@@ -19,7 +19,7 @@ class PhaseProgress:
     """How far a phase of a batch is.
 
     Args:
-        phase: "prefill", "modify" or "decode".
+        phase: "prefill", "modify", "decode", or "run" for `run_streams`.
         total: Streams that take part.
         done: Streams that are through, failed ones included.
         failed: Streams that failed.

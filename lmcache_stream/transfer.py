@@ -1,4 +1,4 @@
-"""KV copies and edits off the event loop."""
+"""Copies of KV, and other work on it, off the event loop."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _STAGING_BYTES = 16 << 20
 
 
 class TransferExecutor:
-    """KV copies and edits off the event loop, on `lanes` workers.
+    """Copies of KV, and other work on it, off the event loop, on `lanes` workers. Editors run in threads of their own.
 
     On a CPU a lane is a thread. On a GPU it is a thread with a CUDA stream and pinned staging buffers of its own: work
     starts after what the submitting thread had queued on its current stream, and counts as done when the GPU has done
@@ -36,7 +36,7 @@ class TransferExecutor:
 
     Args:
         lanes: Workers.
-        device: Where edits run; None for the current CUDA device if there is one, else the CPU.
+        device: What lanes copy to and from; None for the current CUDA device if there is one, else the CPU.
 
     Raises:
         UsageError: `lanes` is below 1, or `device` is neither a CPU nor a CUDA device.

@@ -1,6 +1,6 @@
 """Many streams, one phase at a time: prefill, modify, decode.
 
-`AsyncBatchedStream` holds the logic; `LMCacheBatchedStream` is its synchronous, documented face.
+`AsyncBatchedStream` holds the logic; `LMCacheBatchedStream` is its synchronous face.
 """
 
 from __future__ import annotations

@@ -60,8 +60,8 @@ class AsyncBatchedStream(Members[AsyncLMCacheStream]):
     phase with it.
 
     Attributes:
-        perf_metrics: Metrics of each stream's last request, by stream id; of the last `run_streams` only.
-        receipts: Receipt of each stream's last edit, by stream id; of the last `modify_stream`, or `decode` with edits.
+        perf_metrics: Metrics of each stream's last request, by stream id; of the last phase that sent any.
+        receipts: Receipt of each stream's last edit, by stream id; of the last phase that edited.
         failures: Exception of each stream that failed in the last phase, by stream id.
         restored: Ids of the streams whose part in the last phase was taken from the journal.
     """

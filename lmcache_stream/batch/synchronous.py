@@ -1,4 +1,4 @@
-"""A batch for code without `await`: the synchronous, documented face."""
+"""A batch for code without `await`: its synchronous face."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ class LMCacheBatchedStream(Members[LMCacheStream]):
 
     @property
     def perf_metrics(self) -> dict[str, StreamPerfMetrics]:
-        """Metrics of each stream's last request, by stream id; of the last `run_streams` only."""
+        """Metrics of each stream's last request, by stream id; of the last phase that sent any."""
         return self._async_batch.perf_metrics
 
     @property
     def receipts(self) -> dict[str, ModifyReceipt]:
-        """Receipt of each stream's last edit, by stream id; of the last `modify_stream` only."""
+        """Receipt of each stream's last edit, by stream id; of the last phase that edited."""
         return self._async_batch.receipts
 
     @property

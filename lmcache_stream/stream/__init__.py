@@ -1,6 +1,6 @@
 """One request over several passes: prefill, modify its KV, decode.
 
-`AsyncLMCacheStream` holds the logic; `LMCacheStream` is its synchronous, documented face.
+`AsyncLMCacheStream` holds the logic; `LMCacheStream` is its synchronous face.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The synchronous face of a stream, and the documented functions."""
+"""The synchronous face of a stream, and the same as functions."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class AsyncKVCacheContext(ABC):
     @property
     @abstractmethod
     def executor(self) -> TransferExecutor:
-        """Where copies of this cache's KV run; edits of it may run there too."""
+        """Where copies of this cache's KV run."""
 
     @abstractmethod
     async def retrieve(
