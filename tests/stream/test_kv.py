@@ -342,11 +342,12 @@ class AskingForQueries(Editor):
         return Edit(kv=x.kv[:, :, ::2], tokens=x.tokens[::2], kept_positions=None)
 
 
-async def test_an_editor_is_given_the_queries_it_needs(one: Setup) -> None:
-    stream = one.stream(18)
+@pytest.mark.parametrize("salt", ["", "tenant"])
+async def test_an_editor_is_given_the_queries_it_needs(one: Setup, salt: str) -> None:
+    stream = one.stream(18, cache_salt=salt)
     await stream.generate(PREFILL)
     queries = torch.randn(1, LAYERS, 16, 2 * HEADS * HEAD_DIM)
-    await one.ctx.put(queries, range(16), kind=CacheKind.QUERY)
+    await one.ctx.put(queries, range(16), salt, kind=CacheKind.QUERY)
     AskingForQueries.seen.clear()
     assert (await stream.modify_kv(AskingForQueries())).tokens_after == 8
     [seen] = AskingForQueries.seen
@@ -366,14 +367,6 @@ async def test_an_editor_that_needs_queries_is_refused_before_anything_is_fetche
     with pytest.raises(UsageError, match=r"the cache holds none: serve with queries offloaded"):
         await stream.modify_kv(AskingForQueries())
     assert stream.cache_salt == ""
-
-
-@pytest.mark.parametrize("fn", [5, AskingForQueries])
-async def test_what_cannot_edit_is_refused(one: Setup, fn: Any) -> None:
-    stream = one.stream(18)
-    await stream.generate(PREFILL)
-    with pytest.raises(UsageError, match=r"modify_kv takes an Editor, such as StreamingLLM\(keep=0.5\), or a function"):
-        await stream.modify_kv(fn)
 
 
 @pytest.mark.parametrize(
@@ -454,3 +447,51 @@ async def test_a_receipt_prints_without_its_positions(one: Setup) -> None:
     receipt = await stream.modify_kv(drop_every_other)
     assert "tokens_after=8" in repr(receipt)
     assert "kept_positions" not in repr(receipt)
+
+
+class Spending(Editor):
+    """Negates values in memory of its own, and keeps whether its input was spent."""
+
+    spent: ClassVar[list[bool]] = []
+
+    def edit(self, x: EditInput) -> Edit:
+        self.spent.append(x.spent)
+        kv = x.kv.clone()
+        kv[1].neg_()
+        return Edit(kv=kv, tokens=x.tokens, kept_positions=None)
+
+
+async def test_an_editor_that_keeps_the_ids_is_stored_and_told_of(one: Setup) -> None:
+    stream = one.stream(18)
+    await stream.generate(PREFILL)
+    Spending.spent.clear()
+    receipt = await stream.modify_kv(Spending())
+    assert Spending.spent == [True]
+    assert receipt.seconds.keys() == {"wait", "retrieve", "edit", "store"}
+    assert receipt.salt == stream.cache_salt != ""
+    assert (receipt.stored, receipt.chunks_stored, receipt.recomputed) == (True, 4, 0)
+    assert type(receipt.chunks_stored) is type(receipt.bytes_moved) is int
+    assert receipt.bytes_moved == 2 * kv_of(list(range(16))).nbytes
+
+
+async def test_nothing_to_store_is_told_of_as_well(one: Setup) -> None:
+    stream = one.stream(18, cache_salt="tenant")
+    await stream.generate(PREFILL)
+    receipt = await stream.modify_kv(lambda kv, tokens: None)
+    assert receipt.seconds.keys() == {"wait", "retrieve", "edit"}
+    assert (receipt.stored, receipt.salt, receipt.chunks_stored) == (False, "tenant", 0)
+    assert receipt.bytes_moved == kv_of(list(range(16))).nbytes
+
+
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        (3, r"fn must return \(new_kv, new_tokens\) or None, not int"),
+        ((torch.zeros(2), ["a"]), r"new_tokens\[0\] is 'a', not a token id"),
+    ],
+)
+async def test_a_result_that_is_no_edit_is_named(one: Setup, result: Any, said: str) -> None:
+    stream = one.stream(18)
+    await stream.generate(PREFILL)
+    with pytest.raises(UsageError, match=said):
+        await stream.modify_kv(lambda kv, tokens: result)
