@@ -224,8 +224,6 @@ class Request:
 
     Attributes:
         start: When it went out, in seconds of `time.perf_counter`.
-        first: When its first token came; None before.
-        arrived: Tokens that came so far.
     """
 
     def __init__(
@@ -237,10 +235,20 @@ class Request:
         self.call: GenerateCall = GenerateCall() if call is None else call
         self.ids: list[int] = [*state.tokens, *state.suffix, *suffix]
         self.start: float = time.perf_counter()
-        self.first: float | None = None
-        self.arrived: int = 0
+        self._times = self.call.times
+        self._earlier = len(self._times)
         self.consumed: bool = False
         self.completion: Completion | None = None
+
+    @property
+    def arrived(self) -> int:
+        """Tokens that came so far."""
+        return len(self._times) - self._earlier
+
+    @property
+    def first(self) -> float | None:
+        """When its first token came; None before."""
+        return self._times[self._earlier] if self.arrived else None
 
     def send(self) -> None:
         """Note that it goes out now."""
@@ -263,11 +271,7 @@ class Request:
             if not self.consumed:
                 self._consume()
             if token is not None:
-                came = time.perf_counter() if item.time is None else item.time
-                self.call.times.append(came)
-                if not self.arrived:
-                    self.first = came
-                self.arrived += 1
+                self._times.append(time.perf_counter() if item.time is None else item.time)
                 state.tokens.append(token)
                 state.generated.append(token)
                 state.decoded += 1
