@@ -42,6 +42,7 @@ class ChunkFormat:
         self._chunk_size = facts.chunk_size
         self._unreadable: str | None = None
         self._shape_known = explicit or None not in (model.num_layers, model.dtype, model.width)
+        self._dtype = geometry.dtype if geometry is not None else None
         self._queries: tuple[Latent, torch.dtype] | None = None
         if geometry is not None:
             try:
@@ -53,6 +54,7 @@ class ChunkFormat:
         """Read chunks with `codec` from now on, since chunks of the cache have proven it."""
         self._read_with(codec)
         self.geometry = geometry
+        self._dtype = geometry.dtype
         self._unreadable = None
         self._shape_known = True
 
@@ -92,15 +94,15 @@ class ChunkFormat:
         if shape != expected:
             raise GeometryError(
                 f"the cache holds chunks of {list(shape)} for {self._model.model_name!r}, but the geometry in use "
-                f"makes them {list(expected)} ({self.codec.name}): {self.geometry}"
+                f"makes them {list(expected)} ({self.codec.name}): {self.geometry or 'that of the chunks read first'}"
             )
+        if self._dtype not in (None, chunk.dtype):
+            raise GeometryError(
+                f"the cache holds {chunk.dtype} for {self._model.model_name!r}, but the geometry in use says "
+                f"{self._dtype}"
+            )
+        self._dtype = chunk.dtype
         if self.geometry is not None:
-            known = self.geometry.dtype
-            if known is not None and known != chunk.dtype:
-                raise GeometryError(
-                    f"the cache holds {chunk.dtype} for {self._model.model_name!r}, but the geometry in use says "
-                    f"{known}"
-                )
             self.geometry = dataclasses.replace(self.geometry, dtype=chunk.dtype)
         self._shape_known = True
         return self.codec
@@ -110,22 +112,22 @@ class ChunkFormat:
 
         Raises:
             GeometryError: That is not known for sure.
-            UsageError: Chunks of such queries have another shape.
+            UsageError: Chunks in the cache have another shape or dtype.
         """
         if kind is CacheKind.QUERY:
             return self._for_writing_queries(kv)
         self.check_readable()
-        dtype = self.geometry.dtype if self.geometry is not None else None
-        if self.codec is None or dtype is None or not self._shape_known:
+        if self.codec is None or self._dtype is None or not self._shape_known:
             raise GeometryError(
                 f"the shape of the KV that the cache holds for {self._model.model_name!r} is not known for sure yet: "
                 "retrieve some first, or connect with geometry=KVGeometry(..., dtype=...)"
             )
-        return self.codec, dtype
+        self._check_fits(kind, kv, self.codec, self._dtype)
+        return self.codec, self._dtype
 
     def layout_to_read(self) -> Layout:
         """What to register with before anything is read."""
-        dtype = (self.geometry.dtype if self.geometry is not None else None) or self._model.dtype
+        dtype = self._dtype or self._model.dtype
         if self.codec is not None and dtype is not None:
             return self.layout_to_write(self.codec, dtype)
         # Reads do not depend on it.
@@ -145,10 +147,7 @@ class ChunkFormat:
         layers, width = kv.shape[1], kv.shape[3]
         ranks = self._model.world_size
         if self._queries is not None:
-            codec, dtype = self._queries
-            if (layers, width, kv.dtype) != (codec.num_layers, codec.width * ranks, dtype):
-                shape = f"[1, {codec.num_layers}, T, {codec.width * ranks}] of {dtype}"
-                raise UsageError(f"queries are {shape} in the cache, not {list(kv.shape)} of {kv.dtype}")
+            self._check_fits(CacheKind.QUERY, kv, *self._queries)
             return self._queries
         if self.geometry is None or self.geometry.num_heads is None:
             raise GeometryError(
@@ -158,6 +157,14 @@ class ChunkFormat:
         if width % ranks:
             raise UsageError(f"queries of width {width} do not divide over {ranks} ranks")
         return Latent(layers, 1, width // ranks), kv.dtype
+
+    def _check_fits(self, kind: CacheKind, kv: Tensor, codec: Codec, dtype: torch.dtype) -> None:
+        planes, layers, width = codec.planes, codec.num_layers, codec.width * self._model.world_size
+        if (kv.shape[0], kv.shape[1], kv.shape[3], kv.dtype) != (planes, layers, width, dtype):
+            raise UsageError(
+                f"{kind.value} is [{planes}, {layers}, T, {width}] of {dtype} in the cache, not {list(kv.shape)} of "
+                f"{kv.dtype}"
+            )
 
     def _read_with(self, codec: Codec) -> None:
         ranks = self._model.world_size

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lmcache_stream.errors import GeometryError
+from lmcache_stream.errors import GeometryError, UsageError
 from lmcache_stream.geometry import KVGeometry
 from lmcache_stream.kvcache.context import StoreOutcome
 from lmcache_stream.kvcache.mp.codec import CPUPacked, Fused, Split
@@ -21,6 +21,12 @@ async def test_the_chunks_tell_what_nobody_else_does(shm_server: FakeCacheServer
         with pytest.raises(GeometryError, match="retrieve some first"):
             await unknown.put(kv, TOKENS)
         assert torch.equal(await retrieved(unknown, TOKENS), kv)
+        assert await unknown.put(kv, TOKENS, "salt") == StoreOutcome(4, taken=4)
+        assert torch.equal(await retrieved(known, TOKENS, "salt"), kv)
+        for wrong in (kv[..., :4], kv[:, :2], kv[:1], kv.half()):
+            with pytest.raises(UsageError, match=r"kv is \[2, 3, T, 8\] of torch.float32 in the cache"):
+                await unknown.put(wrong, TOKENS, "another salt")
+    assert shm_server.held == {}
 
 
 async def test_a_geometry_without_a_dtype_learns_it(shm_server: FakeCacheServer) -> None:
