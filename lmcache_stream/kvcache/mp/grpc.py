@@ -30,6 +30,7 @@ from lmcache_stream.kvcache.mp.wire import (
     Registered,
     RetrieveSlots,
     StoreSlots,
+    is_large,
 )
 
 if TYPE_CHECKING:
@@ -46,8 +47,8 @@ logger: logging.Logger = logging.getLogger(__name__)
 CONNECT_GRACE = 4.0
 """Seconds that a request waits for a connection that is not there."""
 
-LARGE = 1 << 20
-"""Bytes from which messages are written and read off the event loop."""
+LONGEST_REQUEST = (1 << 31) - (1 << 26)
+"""Bytes of chunks in a request: protobuf has no message of 2 GiB, and one says more than the chunks."""
 
 OPTIONS = (
     ("grpc.max_send_message_length", -1),
@@ -193,6 +194,7 @@ class GrpcTransport:
     def __init__(self, url: str, *, lanes: int = 2) -> None:
         self.url = url
         self.lanes = lanes
+        self.longest_request = LONGEST_REQUEST
         self._target = _target(url)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._connections: list[_Connection] = []
@@ -208,8 +210,10 @@ class GrpcTransport:
         connection = self._connection(lane)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
-        large = any(isinstance(arg, bytes) and len(arg) > LARGE for arg in args)
-        body = await asyncio.to_thread(encode_request, operation, args) if large else encode_request(operation, args)
+        if is_large(args):
+            body = await asyncio.to_thread(encode_request, operation, args)
+        else:
+            body = encode_request(operation, args)
         try:
             await self._connected(connection, operation, min(CONNECT_GRACE, deadline - loop.time()))
             left = max(deadline - loop.time(), 0.001)
@@ -231,7 +235,7 @@ class GrpcTransport:
             if not _is_cancelled():
                 raise self._gone() from None
             raise
-        if len(answer) > LARGE:
+        if is_large([answer]):
             return await asyncio.to_thread(decode_response, operation, answer)
         return decode_response(operation, answer)
 

@@ -215,6 +215,15 @@ class Session:
                 return True
         raise CacheConnectionError("the cache server restarted while chunks were stored: try again") from lost
 
+    def check_one_request(self, size: int) -> None:
+        """Raise `CacheError` if `size` bytes of chunks are more than one request takes."""
+        if size > self._transport.longest_request:
+            raise CacheError(
+                f"{size} bytes of KV do not go into one request to {self._transport.url}, which takes "
+                f"{self._transport.longest_request}: start the LMCache server with --shm-name NAME --no-l1-use-lazy, "
+                "on this machine, or store less at once"
+            )
+
     async def store_pickled(self, rank: int, client: Client, data: bytes) -> None:
         """Store all chunks of `rank`, pickled. It reserves nothing that it does not publish."""
         await self._commit_store(rank, client, data, max(self._errand.remaining, PATIENCE))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -225,12 +226,13 @@ class Storer:
     async def _store_pickled(
         self, errand: Errand, client: Client, source: Source, prefix: Prefix, codec: Codec, count: int
     ) -> StoreOutcome:
+        shape = codec.stored_shape(self._chunk_size)
         # The server does not say which of pickled chunks it took: compare what it has afterwards.
         async with self._sessions.open(errand, prefix) as session:
+            session.check_one_request(count * math.prod(shape) * client.layout.dtype.itemsize)
             before = await session.lookup()
 
         def pickled(kv: Tensor, rank: int) -> bytes:
-            shape = codec.stored_shape(self._chunk_size)
             chunks = [torch.empty(shape, dtype=kv.dtype) for _ in range(count)]
             for index, chunk in enumerate(chunks):
                 codec.encode(part_of(kv, codec, rank, index, self._chunk_size), chunk)

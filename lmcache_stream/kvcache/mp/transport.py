@@ -41,6 +41,9 @@ LONGEST_ANSWER = 1 << 24
 LONGEST_DATA = (1 << 32) + (1 << 20)
 """Bytes of a frame on the others: MessagePack has no bytes longer than 4 GiB."""
 
+LONGEST_REQUEST = (1 << 32) - (1 << 26)
+"""Bytes of chunks in a request: 4 GiB, less what a pickle says beside them."""
+
 logger: logging.Logger = logging.getLogger(__name__)
 
 
@@ -50,10 +53,13 @@ class Transport(Protocol):
 
     A transport has `lanes` data connections, numbered from 1, and the control connection 0. The server works on data
     calls of one connection in order, one at a time, and on those of several connections side by side.
+
+    `longest_request` is how many bytes of chunks one call takes.
     """
 
     url: str
     lanes: int
+    longest_request: int
 
     async def call(self, operation: Operation[R], *args: Any, timeout: float, lane: int = 0) -> R:
         """Call `operation` with the arguments that the protocol gives it, the key or registration as a struct.
@@ -144,6 +150,7 @@ class ZmqTransport:
     def __init__(self, url: str, *, lanes: int = 2) -> None:
         self.url = url
         self.lanes = lanes
+        self.longest_request = LONGEST_REQUEST
         self.dropped: int = 0
         self._uids = itertools.count(1)
         self._pending: dict[int, _Request] = {}

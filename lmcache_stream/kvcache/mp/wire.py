@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 LARGE = 1 << 20
-"""Bytes of an argument from which it is better written off the event loop."""
+"""Bytes from which a message is better written and read off the event loop."""
 
 R = TypeVar("R")
 Buffer = bytes | bytearray | memoryview
@@ -223,9 +223,9 @@ def encode_request(uid: int, operation: Operation[Any], args: Sequence[object]) 
     return [_encode(uid), _encode(operation.id), *map(_encode_argument, args)]
 
 
-def is_large(args: Sequence[object]) -> bool:
-    """Tell whether writing a request with these arguments takes long."""
-    return any(isinstance(arg, bytes) and len(arg) >= LARGE for arg in args)
+def is_large(parts: Sequence[object]) -> bool:
+    """Tell whether writing, or reading, a message of these parts takes long."""
+    return any(isinstance(part, bytes) and len(part) >= LARGE for part in parts)
 
 
 def _encode_argument(arg: object) -> Buffer:

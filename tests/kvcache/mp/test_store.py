@@ -33,6 +33,22 @@ async def test_nan_equals_itself(ctx: MPKVCacheContext) -> None:
     assert await ctx.put(kv, TOKENS) == StoreOutcome(4, same=4)
 
 
+async def test_more_pickled_chunks_than_one_request_takes_are_refused_before_they_are_pickled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with FakeCacheServer(chunk_size=C, shared_memory=False) as server:
+        server.serve(MODEL, GEOMETRY)
+        async with opened(server) as context:
+            kv = made_kv()
+            monkeypatch.setattr(context._transport, "longest_request", kv.nbytes - 1)
+            with pytest.raises(CacheError, match="--shm-name NAME --no-l1-use-lazy, on this machine, or store less"):
+                await context.put(kv, TOKENS)
+            assert server.chunks == 0
+            monkeypatch.setattr(context._transport, "longest_request", kv.nbytes)
+            assert await context.put(kv, TOKENS) == StoreOutcome(4, taken=4)
+        assert server.held == {}
+
+
 @pytest.mark.parametrize("shared_memory", [True, False])
 async def test_no_room(shared_memory: bool) -> None:
     with FakeCacheServer(chunk_size=C, shared_memory=shared_memory, pool_bytes=3 * 4096) as server:
