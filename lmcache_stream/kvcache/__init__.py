@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from lmcache_stream.types import AsyncPostCompletion
+    from lmcache_stream.types import AsyncPostCompletion, PostCompletion
 
 __all__ = [
     "AsyncKVCacheContext",
@@ -43,7 +43,7 @@ def connect(
     timeout: float = 60.0,
     *,
     geometry: KVGeometry | None = None,
-    probe: AsyncPostCompletion | None = None,
+    probe: PostCompletion | AsyncPostCompletion | None = None,
 ) -> KVCacheContext:
     """Connect to a cache, learn its chunk size and the shape of its KV, and register.
 
@@ -72,7 +72,7 @@ def aconnect(
     timeout: float = 60.0,
     *,
     geometry: KVGeometry | None = None,
-    probe: AsyncPostCompletion | None = None,
+    probe: PostCompletion | AsyncPostCompletion | None = None,
 ) -> Connecting:
     """Connect to a cache from async code: `ctx = await aconnect(...)`, or `async with aconnect(...) as ctx`.
 

@@ -16,7 +16,7 @@ from lmcache_stream.kvcache.context.checks import check_timeout
 if TYPE_CHECKING:
     from lmcache_stream.geometry import KVGeometry
     from lmcache_stream.kvcache.context.contract import AsyncKVCacheContext
-    from lmcache_stream.types import AsyncPostCompletion
+    from lmcache_stream.types import AsyncPostCompletion, PostCompletion
 
 __all__ = ["BACKENDS", "DEFAULT_URL", "OpenContext", "open_context"]
 
@@ -45,7 +45,7 @@ class OpenContext(Protocol):
         model_name: str | None,
         timeout: float,
         geometry: KVGeometry | None,
-        probe: AsyncPostCompletion | None,
+        probe: PostCompletion | AsyncPostCompletion | None,
     ) -> AsyncKVCacheContext: ...
 
 
@@ -56,7 +56,7 @@ async def open_context(
     timeout: float,
     *,
     geometry: KVGeometry | None,
-    probe: AsyncPostCompletion | None,
+    probe: PostCompletion | AsyncPostCompletion | None,
 ) -> AsyncKVCacheContext:
     """Open a context on the backend that serves the URL's scheme; the arguments are those of `connect`."""
     if url is None or url is ...:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from lmcache_stream.geometry import KVGeometry
-    from lmcache_stream.types import AsyncPostCompletion
+    from lmcache_stream.types import AsyncPostCompletion, PostCompletion
 
 __all__ = ["MemoryKVCacheContext", "open_context"]
 
@@ -213,7 +213,7 @@ async def open_context(
     model_name: str | None = None,
     timeout: float = 60.0,
     geometry: KVGeometry | None = None,
-    probe: AsyncPostCompletion | None = None,
+    probe: PostCompletion | AsyncPostCompletion | None = None,
 ) -> MemoryKVCacheContext:
     """Open a context on `memory://NAME`. The geometry is the engine's own, so `http_url` and `probe` are not needed.
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from lmcache_stream.transfer import TransferExecutor
-    from lmcache_stream.types import AsyncPostCompletion
+    from lmcache_stream.types import AsyncPostCompletion, PostCompletion
 
 __all__ = ["open_context"]
 
@@ -40,7 +40,7 @@ async def open_context(
     model_name: str | None = None,
     timeout: float = 60.0,
     geometry: KVGeometry | None = None,
-    probe: AsyncPostCompletion | None = None,
+    probe: PostCompletion | AsyncPostCompletion | None = None,
     executor: TransferExecutor | None = None,
     lanes: int = 2,
     serve: bool = False,

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from lmcache_stream.kvcache.mp.codec import Codec
     from lmcache_stream.kvcache.mp.status import ServerFacts
     from lmcache_stream.kvcache.mp.transport import Transport
-    from lmcache_stream.types import AsyncPostCompletion
+    from lmcache_stream.types import AsyncPostCompletion, PostCompletion
 
 __all__ = ["MPKVCacheContext"]
 
@@ -125,7 +125,7 @@ class MPKVCacheContext(AsyncKVCacheContext):
         """Read chunks with `codec` from now on, since chunks of the cache have proven it."""
         self._format.adopt(codec, geometry)
 
-    async def probe(self, engine: AsyncPostCompletion, *, timeout: float | None = None) -> ProbeResult:
+    async def probe(self, engine: PostCompletion | AsyncPostCompletion, *, timeout: float | None = None) -> ProbeResult:
         """Prove how the KV is to be read from one request of one token, and read it so from now on.
 
         Args:
@@ -133,6 +133,7 @@ class MPKVCacheContext(AsyncKVCacheContext):
             timeout: Seconds for the KV to come into the cache, and again to fetch it.
 
         Raises:
+            UsageError: `engine` gives nothing that can be iterated.
             GeometryError: No reading proves itself; the message has the measured spreads.
             CacheTimeout: The engine's KV did not come into the cache.
         """

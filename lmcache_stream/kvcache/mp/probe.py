@@ -6,26 +6,28 @@ what lies in layer 0.
 
 from __future__ import annotations
 
-import inspect
 import math
 import random
 import uuid
-from collections.abc import AsyncIterable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from lmcache_stream.callables import event_batches
 from lmcache_stream.errors import CacheTimeout, EngineResponseError, GeometryError
 from lmcache_stream.geometry import KVGeometry
 from lmcache_stream.kvcache.mp.judge import Verdict, judge, ranges
 from lmcache_stream.kvcache.mp.readings import Reading, readings
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
     from torch import Tensor
 
     from lmcache_stream.kvcache.mp.codec import Codec
     from lmcache_stream.transfer import TransferExecutor
-    from lmcache_stream.types import AsyncPostCompletion
+    from lmcache_stream.types import AsyncPostCompletion, PostCompletion
 
 __all__ = ["ProbeResult", "ProbeTarget", "probe", "probe_prompt"]
 
@@ -100,30 +102,26 @@ class ProbeResult:
 
 
 async def probe(
-    context: ProbeTarget,
-    engine: AsyncPostCompletion,
-    *,
-    timeout: float = 60.0,
-    span: int = SPAN,
-    token_ids: Sequence[int] = TOKEN_IDS,
+    context: ProbeTarget, engine: PostCompletion | AsyncPostCompletion, *, timeout: float = 60.0
 ) -> ProbeResult:
     """Prove the reading of an engine's KV from one request of one token, under a scratch salt.
 
     Args:
         context: The cache that the engine offloads to.
-        engine: Called with the prompt, `{"max_tokens": 1, "temperature": 0}` and the salt.
+        engine: Called with the prompt, `{"max_tokens": 1, "temperature": 0}` and the salt; the prompt is made shorter
+            while it is refused as too long.
         timeout: Seconds for the KV to come into the cache, and again to fetch it.
-        span: Positions that equal ids are apart; halved while the engine refuses the prompt as too long.
-        token_ids: The few ids that the prompt is made of.
 
     Raises:
+        UsageError: `engine` gives nothing that can be iterated.
         GeometryError: No reading proves itself, or two different ones do; the message has the measured spreads.
         CacheTimeout: The engine's KV did not come into the cache.
         EngineError: The engine failed.
     """
     salt = f"probe-{uuid.uuid4().hex}"
+    span = SPAN
     while True:
-        prompt = probe_prompt(context.chunk_size, span, token_ids)
+        prompt = probe_prompt(context.chunk_size, span)
         try:
             await _run(engine, prompt, salt)
             break
@@ -145,24 +143,18 @@ async def probe(
     return await context.executor.run(_conclude, context.model_name, ranks, tokens, context.geometry)
 
 
-def probe_prompt(chunk_size: int, span: int = SPAN, token_ids: Sequence[int] = TOKEN_IDS) -> list[int]:
+def probe_prompt(chunk_size: int, span: int = SPAN) -> list[int]:
     """Make a prompt of whole chunks and one more token: few ids in an irregular order, equal ones `span` apart."""
-    ids = list(token_ids)
-    length = -(-(span + 3 * len(ids)) // chunk_size) * chunk_size
+    count = len(TOKEN_IDS)
+    length = -(-(span + 3 * count) // chunk_size) * chunk_size
     order = random.Random(0)
-    middle = order.choices(ids, k=length + 1 - 2 * len(ids))
-    return order.sample(ids, len(ids)) + middle + order.sample(ids, len(ids))
+    middle = order.choices(TOKEN_IDS, k=length + 1 - 2 * count)
+    return order.sample(TOKEN_IDS, count) + middle + order.sample(TOKEN_IDS, count)
 
 
-async def _run(engine: AsyncPostCompletion, prompt: list[int], salt: str) -> None:
-    events: Any = engine(list(prompt), {"max_tokens": 1, "temperature": 0}, salt)
-    if inspect.isawaitable(events):
-        events = await events
-    if isinstance(events, AsyncIterable):
-        async for _ in events:
-            pass
-    else:
-        for _ in events:
+async def _run(engine: PostCompletion | AsyncPostCompletion, prompt: list[int], salt: str) -> None:
+    async with aclosing(event_batches(engine, list(prompt), {"max_tokens": 1, "temperature": 0}, salt)) as batches:
+        async for _ in batches:
             pass
 
 

@@ -1,24 +1,25 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lmcache_stream.errors import CacheTimeout, EngineResponseError, GeometryError
+from lmcache_stream.errors import CacheTimeout, EngineResponseError, GeometryError, UsageError
 from lmcache_stream.geometry import KVGeometry
 from lmcache_stream.kvcache.mp.codec import Codec, CPUPacked, Fused, Split
 from lmcache_stream.kvcache.mp.probe import SPAN, probe, probe_prompt
 from lmcache_stream.transfer import default_executor
-from lmcache_stream.types import TokenEvent
+from lmcache_stream.types import PostCompletion, TokenEvent
 
 from .models import CHUNK, codec_of, config_of, geometry_of, kv_of, plain, prompt, rotary_of, stored
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -192,6 +193,25 @@ async def test_kv_that_does_not_come_is_a_timeout() -> None:
     cache.covered = 128
     with pytest.raises(CacheTimeout, match=r"holds 128 of the probe's .*'a model'"):
         await probe(cache, Engine(), timeout=0.5)
+
+
+async def test_a_blocking_engine_runs_off_the_event_loop() -> None:
+    threads: list[threading.Thread] = []
+
+    def engine(prompt_token_ids: list[int], sampling_params: Mapping[str, Any], salt: str) -> Iterator[TokenEvent]:
+        threads.append(threading.current_thread())
+        yield TokenEvent(1)
+
+    result = await probe(cache_of("llama3", CPUPacked, geometry_of("llama3")), engine)
+    assert result.codec.name == "cpu-packed"
+    assert threading.current_thread() not in threads
+    assert len(threads) == 1
+
+
+async def test_an_engine_that_gives_nothing_is_refused() -> None:
+    nothing = cast("PostCompletion", lambda *_: None)
+    with pytest.raises(UsageError, match="must give an iterable of TokenEvent, not NoneType"):
+        await probe(cache_of("llama", Split, geometry_of("llama")), nothing)
 
 
 async def test_an_engine_that_fails_is_heard() -> None:
