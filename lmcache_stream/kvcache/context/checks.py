@@ -18,7 +18,15 @@ if TYPE_CHECKING:
 
     from lmcache_stream.geometry import KVGeometry
 
-__all__ = ["MAX_CACHE_SALT", "check_cache_salt", "check_kv", "check_timeout", "check_tokens", "whole_chunks"]
+__all__ = [
+    "MAX_CACHE_SALT",
+    "check_cache_salt",
+    "check_kv",
+    "check_poll_interval",
+    "check_timeout",
+    "check_tokens",
+    "whole_chunks",
+]
 
 MAX_CACHE_SALT = 128
 
@@ -70,13 +78,29 @@ def check_timeout(timeout: float) -> float:
     Raises:
         UsageError: It is not.
     """
-    try:
-        seconds = float(timeout)
-    except (TypeError, ValueError):
-        seconds = math.nan
+    seconds = _number(timeout)
     if not seconds >= 0:
         raise UsageError(f"timeout must be a number of seconds of at least 0, not {timeout!r}")
     return seconds
+
+
+def check_poll_interval(poll_interval: float) -> float:
+    """Return `poll_interval` if it is a number of seconds above 0.
+
+    Raises:
+        UsageError: It is not.
+    """
+    seconds = _number(poll_interval)
+    if not seconds > 0:
+        raise UsageError(f"poll_interval must be a number of seconds above 0, not {poll_interval!r}")
+    return seconds
+
+
+def _number(given: float) -> float:
+    try:
+        return float(given)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
 
 
 def check_kv(

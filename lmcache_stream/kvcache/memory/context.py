@@ -12,6 +12,7 @@ from lmcache_stream.kvcache.context import (
     AsyncKVCacheContext,
     StoreOutcome,
     check_kv,
+    check_poll_interval,
     check_timeout,
     check_tokens,
 )
@@ -160,6 +161,7 @@ class MemoryKVCacheContext(AsyncKVCacheContext):
             UsageError: The input cannot be right, or the context is closed.
         """
         self._check_open()
+        check_poll_interval(poll_interval)
         return await self._cache.wait_covered(
             self.model_name, tokens, cache_salt, kind=kind, timeout=check_timeout(timeout)
         )

@@ -20,6 +20,7 @@ from lmcache_stream.kvcache.context import (
     StoreOutcome,
     check_cache_salt,
     check_kv,
+    check_poll_interval,
     check_timeout,
     check_tokens,
     whole_chunks,
@@ -247,13 +248,14 @@ class MPKVCacheContext(AsyncKVCacheContext):
         wanted = whole_chunks(len(check_tokens(tokens)), self.chunk_size)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + check_timeout(timeout)
+        interval = check_poll_interval(poll_interval)
         while True:
             remaining = max(deadline - loop.time(), 0.0)
             covered = await self.lookup(tokens, cache_salt, kind=kind, timeout=max(remaining, LOOKUP_TIMEOUT))
             remaining = deadline - loop.time()
             if covered >= wanted or remaining <= 0:
                 return covered
-            await asyncio.sleep(min(poll_interval, remaining))
+            await asyncio.sleep(min(interval, remaining))
 
     async def close(self) -> None:
         """See `AsyncKVCacheContext.close`. Calls under way are given a few seconds to let go of what they hold."""

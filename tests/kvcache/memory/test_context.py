@@ -155,6 +155,12 @@ async def test_a_time_that_cannot_be_is_refused(ctx: MemoryKVCacheContext, timeo
             await ctx.retrieve(range(4), timeout=timeout)
 
 
+@pytest.mark.parametrize("interval", [0, -1, float("nan"), 10**400, "often", None])
+async def test_a_poll_interval_that_cannot_be_is_refused(ctx: MemoryKVCacheContext, interval: Any) -> None:
+    with pytest.raises(UsageError, match="poll_interval must be a number of seconds above 0, not "):
+        await ctx.wait_for(range(4), timeout=0, poll_interval=interval)
+
+
 async def test_a_closed_context_refuses_everything(cache: EmbeddedCache) -> None:
     ctx = await open_context("memory://test", geometry=GEOMETRY)
     await ctx.close()

@@ -112,6 +112,8 @@ async def test_bad_input_sends_nothing(server: FakeCacheServer, ctx: MPKVCacheCo
         await ctx.lookup(TOKENS, "x" * 129)
     with pytest.raises(UsageError, match="token"):
         await ctx.retrieve([-1] * C)
+    with pytest.raises(UsageError, match="poll_interval must be a number of seconds above 0, not 0"):
+        await ctx.wait_for(TOKENS, timeout=0, poll_interval=0)
     assert server.calls == calls
 
 
