@@ -29,7 +29,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from lmcache_stream.metrics import Metrics
 
@@ -55,7 +55,18 @@ __all__ = [
 
 
 class LMCacheError(Exception):
-    """Base of every error that this package raises."""
+    """Base of every error that this package raises. It can be copied and pickled, which leaves its causes behind."""
+
+    def __reduce__(self) -> tuple[Callable[..., LMCacheError], tuple[object, ...], dict[str, object]]:
+        return _made_again, (type(self), self.args), self.__dict__
+
+
+def _made_again(kind: type[LMCacheError], args: tuple[object, ...]) -> LMCacheError:
+    # Without `__init__`, which need not take `args`; and Python refuses the `__new__` of the base that comes first.
+    base = OSError if issubclass(kind, OSError) else Exception
+    error = base.__new__(kind)
+    error.args = args
+    return error
 
 
 class UsageError(LMCacheError, ValueError):
