@@ -117,8 +117,8 @@ def test_in_a_script(document: str, environment: dict[str, str], tmp_path: Path)
 @pytest.mark.parametrize("document", CHECKS)
 def test_in_a_thread(document: str, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINY_MODEL", environment["TINY_MODEL"])
-    monkeypatch.delenv("LMCACHE_STREAM_URL", raising=False)
-    monkeypatch.delenv("LMCACHE_STREAM_HTTP_URL", raising=False)
+    monkeypatch.delenv("LMCACHE_STREAM_KV_URL", raising=False)
+    monkeypatch.delenv("LMCACHE_STREAM_KV_HTTP_URL", raising=False)
     faults: list[BaseException] = []
 
     def run() -> None:

@@ -49,11 +49,12 @@ def connect(
 
     Args:
         url: Where the cache is: `memory://NAME?chunk_size=32&max_bytes=2GiB` for the embedded one of this process, or
-            the request endpoint of an LMCache MP server, such as `tcp://localhost:5555`. None or `...` (as the
-            documents write it): the environment's `LMCACHE_STREAM_URL`, or else `memory://default`.
-        http_url: The same server's HTTP API, such as `http://localhost:8080`; `memory://` needs none. `...`: the
-            environment's `LMCACHE_STREAM_HTTP_URL`, or else None.
-        model_name: The model's name, as its engine serves it. None: the only one that the cache knows.
+            the request endpoint of an LMCache MP server, such as `tcp://localhost:5555`. None or `...`: what
+            `LMCACHE_STREAM_KV_URL` says in the environment, or else `memory://default`.
+        http_url: The same server's HTTP API, such as `http://localhost:8080`; `memory://` needs none. `...`, or None
+            where `url` comes from the environment: what `LMCACHE_STREAM_KV_HTTP_URL` says there, if anything.
+        model_name: The model's name in the cache: on an LMCache server vLLM's `--model`, not its
+            `--served-model-name`; on `memory://` the name that the embedded engine serves. None: the only one there.
         timeout: Seconds that connecting, and later each call, takes at most unless the call says otherwise.
         geometry: Shape of the KV, where it cannot be learnt from the cache, or to be checked against it.
         probe: An engine to prove the reading of the KV with, by one request of one token; `memory://` needs none.

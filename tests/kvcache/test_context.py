@@ -112,10 +112,10 @@ async def test_aconnect_that_is_never_awaited_opens_nothing() -> None:
 
 @pytest.mark.parametrize("url", [None, ...])
 def test_without_a_url_the_environment_says_where(url: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LMCACHE_STREAM_URL", "memory://from-environment?chunk_size=8")
+    monkeypatch.setenv("LMCACHE_STREAM_KV_URL", "memory://from-environment?chunk_size=8")
     with lmc_sdk.connect(url=url, http_url=..., geometry=GEOMETRY) as ctx:
         assert ctx.chunk_size == 8
-    monkeypatch.delenv("LMCACHE_STREAM_URL")
+    monkeypatch.delenv("LMCACHE_STREAM_KV_URL")
     with lmc_sdk.connect(url=url, http_url=..., geometry=GEOMETRY) as ctx:
         assert isinstance(ctx.async_context, MemoryKVCacheContext)
         assert ctx.async_context.cache.name == "default"
@@ -129,9 +129,9 @@ async def test_http_url_and_the_rest_reach_the_backend(
     given: Any, set_to: str | None, expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if set_to is None:
-        monkeypatch.delenv("LMCACHE_STREAM_HTTP_URL", raising=False)
+        monkeypatch.delenv("LMCACHE_STREAM_KV_HTTP_URL", raising=False)
     else:
-        monkeypatch.setenv("LMCACHE_STREAM_HTTP_URL", set_to)
+        monkeypatch.setenv("LMCACHE_STREAM_KV_HTTP_URL", set_to)
     seen: dict[str, Any] = {}
 
     async def spy(url: str, **kwargs: Any) -> MemoryKVCacheContext:
@@ -150,6 +150,27 @@ async def test_http_url_and_the_rest_reach_the_backend(
         "geometry": GEOMETRY,
         "probe": probe,
     }
+
+
+@pytest.mark.parametrize(
+    ("http_url", "set_to", "expected"),
+    [(None, "http://h:1", "http://h:1"), (None, None, None), ("http://x", "http://h:1", "http://x")],
+)
+async def test_a_url_of_the_environment_comes_with_its_http_url(
+    http_url: str | None, set_to: str | None, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LMCACHE_STREAM_KV_URL", "tcp://h:2")
+    monkeypatch.setenv("LMCACHE_STREAM_KV_HTTP_URL", set_to or "")
+    seen: list[tuple[str, str | None]] = []
+
+    async def spy(url: str, *, http_url: str | None, **_: Any) -> MemoryKVCacheContext:
+        seen.append((url, http_url))
+        return MemoryKVCacheContext(EmbeddedCache.open(URL), "m", GEOMETRY)
+
+    monkeypatch.setattr("lmcache_stream.kvcache.mp.connect.open_context", spy)
+    async with lmc_sdk.aconnect(None, http_url):
+        pass
+    assert seen == [("tcp://h:2", expected)]
 
 
 @pytest.mark.parametrize("url", ["", "localhost:5555", "http://x", "redis://x", "memory:x", 5])

@@ -60,13 +60,14 @@ async def open_context(
 ) -> AsyncKVCacheContext:
     """Open a context on the backend that serves the URL's scheme; the arguments are those of `connect`."""
     if url is None or url is ...:
-        url = os.environ.get("LMCACHE_STREAM_URL") or DEFAULT_URL
+        url = os.environ.get("LMCACHE_STREAM_KV_URL") or DEFAULT_URL
+        http_url = ... if http_url is None else http_url
     if http_url is ...:
-        http_url = os.environ.get("LMCACHE_STREAM_HTTP_URL") or None
+        http_url = os.environ.get("LMCACHE_STREAM_KV_HTTP_URL") or None
     if not isinstance(url, str):
         raise UsageError(f"url must be a string such as {DEFAULT_URL!r}, not {url!r}")
     if model_name is not None and not is_line(model_name):
-        raise UsageError(f"model_name must be the name that the engine serves, or None, not {model_name!r}")
+        raise UsageError(f"model_name must be the name of the model in the cache, or None, not {model_name!r}")
     check_address(url, "url")
     seconds = check_timeout(timeout)
     opener = await _opener(url)

@@ -49,14 +49,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--kv-url",
-        *("LMCACHE_STREAM_KV_URL", "LMCACHE_STREAM_URL"),
+        "LMCACHE_STREAM_KV_URL",
         required=True,
         metavar="URL",
         help="where the cache server takes requests, such as tcp://localhost:5555",
     )
     add(
         "--kv-http-url",
-        *("LMCACHE_STREAM_KV_HTTP_URL", "LMCACHE_STREAM_HTTP_URL"),
+        "LMCACHE_STREAM_KV_HTTP_URL",
         required=True,
         metavar="URL",
         help="the same server's HTTP address, such as http://localhost:8080",
