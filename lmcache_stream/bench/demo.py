@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lmcache_stream.bench.announce import find_smollm2, say
-from lmcache_stream.bench.config import EditorSpec, ServeOptions
+from lmcache_stream.bench.config import EditorSpec, ServeOptions, load_options
 from lmcache_stream.bench.interrupts import run_until_interrupt
 from lmcache_stream.bench.live import table_width
 from lmcache_stream.bench.prompts import Prompt, read_prompts, shipped_prompts
@@ -235,7 +235,8 @@ def _place(options: argparse.Namespace, spec: EditorSpec, editor: Editor) -> Abs
         if "queries" in editor.needs:
             raise UsageError(f"{spec.name} needs the prompts' queries, which vLLM does not offload: take another")
         tokenizer = str(options.model) if options.model is not None else None
-        return open_place(ServeOptions(**urls, kv_model=options.kv_model, tokenizer=tokenizer, editor=[spec]))
+        flags = {**urls, "kv_model": options.kv_model, "tokenizer": tokenizer, "editor": [spec]}
+        return open_place(load_options(flags, environ={}))
     if any((*urls.values(), options.kv_model)):
         raise UsageError("--base-url, --kv-url and --kv-http-url go together: give all three, or none")
     model = str(options.model or find_smollm2())

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lmcache_stream.addresses import shown
 from lmcache_stream.bench.datasets import Tokenizer
 from lmcache_stream.completions import CompletionsClient
 from lmcache_stream.errors import CacheError, EngineError, EngineResponseError, LMCacheError, UsageError
@@ -169,7 +170,7 @@ async def _connected(
     try:
         return await held.enter_async_context(connecting)
     except (CacheError, UsageError) as error:
-        raise UsageError(f"--kv-url {options.kv_url} cannot be used: {_with_flags(error)}") from error
+        raise UsageError(f"--kv-url {shown(options.kv_url)} cannot be used: {_with_flags(error)}") from error
 
 
 def _with_flags(error: LMCacheError) -> str:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,23 @@ def test_what_cannot_be_right_is_said_in_one_line(arguments: list[str], said: st
         options(*arguments)
     assert said in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--base-url", "http://u:hunter2@h"],
+        ["--kv-url", "tcp://u:hunter2@h:1"],
+        ["--kv-url", "redis://h?password=hunter2"],
+        ["--base-url", "http://h", "--kv-url", "redis://u:hunter2@h"],
+        ["--base-url", "http://h", "--kv-url", "tcp://h:1?password=hunter2"],
+        ["--base-url", "http://h", "--kv-url", "tcp://h:1", "--kv-http-url", "http://u:hunter2@h"],
+    ],
+)
+def test_a_secret_is_not_repeated(arguments: list[str]) -> None:
+    with pytest.raises(UsageError) as error:
+        options(*arguments)
+    assert "hunter2" not in "".join(traceback.format_exception(error.value))
 
 
 def test_the_complaint_names_its_source(tmp_path: Path) -> None:

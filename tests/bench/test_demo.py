@@ -100,6 +100,10 @@ class TestServers:
     [
         (["--base-url", "http://127.0.0.1:9"], "go together"),
         (["--kv-model", "x"], "go together"),
+        (
+            ["--base-url", "http://h", "--kv-url", "tcp://u:p@h:1", "--kv-http-url", "http://h"],
+            "--kv-url holds credentials",
+        ),
         (["--model", "/none"], "is no folder"),
         (["--prompts", "/none"], "cannot read prompts from /none"),
         (["--json", "/none/x.json"], "--json takes a file"),

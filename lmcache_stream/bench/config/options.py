@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, model_validator
 
+from lmcache_stream.addresses import check_address, shown
 from lmcache_stream.bench.config import words
 from lmcache_stream.bench.config.words import EditorSpec
 
@@ -23,7 +24,9 @@ Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 class ServeOptions(BaseModel):
     """What `bench serve` is asked to do. Names and defaults are those of `vllm bench serve` where it has them."""
 
-    model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+    model_config: ClassVar[ConfigDict] = ConfigDict(
+        frozen=True, extra="forbid", ser_json_inf_nan="strings", hide_input_in_errors=True
+    )
 
     base_url: Annotated[str | None, Field(description="a running engine, such as http://localhost:8000")] = None
     kv_url: Annotated[str | None, Field(description="its LMCache server's requests, such as tcp://localhost:5555")] = (
@@ -153,6 +156,10 @@ class ServeOptions(BaseModel):
 
     @model_validator(mode="after")
     def _fits_together(self) -> ServeOptions:
+        urls = {"--base-url": self.base_url, "--kv-url": self.kv_url, "--kv-http-url": self.kv_http_url}
+        for flag, url in urls.items():
+            if url is not None:
+                check_address(url, flag)
         if self.dataset_name in FROM_A_FILE and self.dataset_path is None:
             raise ValueError(f"--dataset-name {self.dataset_name} needs --dataset-path")
         if self.dataset_name not in FROM_A_FILE and self.dataset_path is not None:
@@ -173,10 +180,10 @@ class ServeOptions(BaseModel):
         if self.kv_model is not None and (self.base_url is None or self.kv_url is None):
             raise ValueError("--kv-model needs --base-url and --kv-url")
         if self.base_url is None and self.kv_url is not None and not self.kv_url.startswith("memory://"):
-            raise ValueError(f"--kv-url {self.kv_url} needs the --base-url of its engine")
+            raise ValueError(f"--kv-url {shown(self.kv_url)} needs the --base-url of its engine")
         if self.kv_url is not None and self.kv_http_url is None and not self.kv_url.startswith("memory://"):
             raise ValueError(
-                f"--kv-url {self.kv_url} needs --kv-http-url, the same server's HTTP address, such as "
+                f"--kv-url {shown(self.kv_url)} needs --kv-http-url, the same server's HTTP address, such as "
                 "http://localhost:8080"
             )
         if self.quality is not None and not (self.save_result or self.resume):

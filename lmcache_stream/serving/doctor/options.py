@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from lmcache_stream.addresses import check_address, shown
 from lmcache_stream.errors import UsageError
 from lmcache_stream.kvcache.mp.transport import schemes
 
@@ -40,8 +41,10 @@ class DoctorOptions:
     def __post_init__(self) -> None:
         if not self.timeout > 0:
             raise UsageError(f"timeout must be a number of seconds above 0, not {self.timeout:g}")
+        check_address(self.kv_url, "--kv-url")
+        check_address(self.kv_http_url, "--kv-http-url")
         if self.kv_url.partition("://")[0] not in schemes:
             known = ", ".join(f"{name}://" for name in schemes)
-            raise UsageError(f"--kv-url {self.kv_url} is no cache server's: begin it with one of {known}")
+            raise UsageError(f"--kv-url {shown(self.kv_url)} is no cache server's: begin it with one of {known}")
         if not self.kv_http_url.startswith(("http://", "https://")):
-            raise UsageError(f"--kv-http-url {self.kv_http_url} must begin with http:// or https://")
+            raise UsageError(f"--kv-http-url {shown(self.kv_http_url)} must begin with http:// or https://")

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import anyio
 
-from lmcache_stream.addresses import check_address
 from lmcache_stream.completions import CompletionsClient
 from lmcache_stream.completions.faults import excerpt
 from lmcache_stream.errors import UsageError
@@ -54,7 +53,6 @@ class Visit:
 
     def __init__(self, options: DoctorOptions) -> None:
         self.options = options
-        check_address(options.kv_url, "kv_url")
         self.http_url: str = check_http_url(options.kv_http_url)
         self.api_key: str | None = options.api_key or os.environ.get("OPENAI_API_KEY") or None
         try:

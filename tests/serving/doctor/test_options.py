@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import traceback
 from typing import Any
 
 import pytest
@@ -22,3 +23,19 @@ def test_refuses_what_cannot_be_right(wrong: dict[str, Any]) -> None:
     right: dict[str, Any] = {"base_url": "http://a", "kv_url": "tcp://a:1", "kv_http_url": "http://a"}
     with pytest.raises(UsageError):
         DoctorOptions(**{**right, **wrong})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"kv_url": "redis://u:hunter2@h"},
+        {"kv_url": "redis://h?password=hunter2"},
+        {"kv_http_url": "ftp://u:hunter2@h"},
+        {"kv_http_url": "ftp://h?key=hunter2"},
+    ],
+)
+def test_does_not_repeat_a_secret(wrong: dict[str, Any]) -> None:
+    right: dict[str, Any] = {"base_url": "http://a", "kv_url": "tcp://a:1", "kv_http_url": "http://a"}
+    with pytest.raises(UsageError) as caught:
+        DoctorOptions(**{**right, **wrong})
+    assert "hunter2" not in "".join(traceback.format_exception(caught.value))
