@@ -49,8 +49,8 @@ class AsyncKVCacheContext(ABC):
     """A connection to a KV cache, addressed by token ids.
 
     A cache keeps KV in chunks of `chunk_size` tokens. A chunk's identity is the chain of the ids of all chunks up to
-    it, the model name and the `cache_salt`. Every coroutine takes `timeout` in seconds, None for the context's own,
-    and raises `CacheError` when the cache fails, `UsageError` for input that cannot be right.
+    it, the model name and the `cache_salt`. Every coroutine but `close` takes `timeout` in seconds, None for the
+    context's own, and raises `CacheError` when the cache fails, `UsageError` for input that cannot be right.
     """
 
     model_name: str
@@ -85,6 +85,12 @@ class AsyncKVCacheContext(ABC):
         Returns:
             A private, contiguous copy on the CPU: `[2, L, hit_tokens, D]` (keys, then values), `[1, L, hit_tokens, D]`
             for MLA and `[1, L, hit_tokens, Dq]` for queries; None for less than a chunk of tokens or nothing cached.
+
+        Raises:
+            UsageError: The input cannot be right, or the context is closed.
+            GeometryError: How the chunks are to be read is not known, or they contradict what is known.
+            CacheTimeout: The cache did not answer in time.
+            CacheError: The cache failed in another way.
         """
 
     @abstractmethod
@@ -97,7 +103,11 @@ class AsyncKVCacheContext(ABC):
         kind: CacheKind = CacheKind.KV,
         timeout: float | None = None,
     ) -> StoreOutcome:
-        """Store `kv` `[2, L, T, D]` for `T` tokens, both cut to whole chunks, and say what became of each chunk."""
+        """Store `kv` `[2, L, T, D]` for `T` tokens, both cut to whole chunks, and say what became of each chunk.
+
+        Raises:
+            UsageError, GeometryError, CacheTimeout, CacheError: As `store`.
+        """
 
     @abstractmethod
     async def lookup(
@@ -108,7 +118,13 @@ class AsyncKVCacheContext(ABC):
         kind: CacheKind = CacheKind.KV,
         timeout: float | None = None,
     ) -> int:
-        """Count the tokens of the longest cached prefix of `tokens` in whole chunks, without fetching it."""
+        """Count the tokens of the longest cached prefix of `tokens` in whole chunks, without fetching it.
+
+        Raises:
+            UsageError: The input cannot be right, or the context is closed.
+            CacheTimeout: The cache did not answer in time, which is no miss.
+            CacheError: The cache failed in another way, which is no miss either.
+        """
 
     @abstractmethod
     async def wait_for(
@@ -122,8 +138,19 @@ class AsyncKVCacheContext(ABC):
     ) -> int:
         """Wait until every whole chunk of `tokens` is cached, at most `timeout` seconds.
 
+        Args:
+            tokens: The ids.
+            timeout: Seconds to wait at most.
+            poll_interval: Seconds above 0 between two looks, where the cache has to be asked.
+            cache_salt: The salt that the chunks are kept under.
+            kind: What they hold.
+
         Returns:
             The tokens covered in the end: less than the whole chunks of `tokens` when time ran out.
+
+        Raises:
+            UsageError: The input cannot be right, or the context is closed.
+            CacheError: The cache failed.
         """
 
     @abstractmethod
@@ -144,6 +171,12 @@ class AsyncKVCacheContext(ABC):
         Returns:
             True when the cache now holds exactly these bytes for every whole chunk. False when it had no room, or kept
             other bytes that it already had for these ids under this salt; `put` tells which.
+
+        Raises:
+            UsageError: The input cannot be right, or the context is closed. Nothing was stored.
+            GeometryError: The shape of what the cache holds is not known for sure. Nothing was stored.
+            CacheTimeout: The cache did not answer in time.
+            CacheError: The cache failed in another way.
         """
         return (await self.put(kv, tokens, cache_salt, kind=kind, timeout=timeout)).complete
 

@@ -78,6 +78,12 @@ class KVCacheContext:
         Returns:
             A private, contiguous copy on the CPU: `[2, L, hit_tokens, D]` (keys, then values), `[1, L, hit_tokens, D]`
             for MLA and `[1, L, hit_tokens, Dq]` for queries; None for less than a chunk of tokens or nothing cached.
+
+        Raises:
+            UsageError: The input cannot be right, or the context is closed.
+            GeometryError: How the chunks are to be read is not known, or they contradict what is known.
+            CacheTimeout: The cache did not answer in time.
+            CacheError: The cache failed in another way.
         """
         return portal.run(self._async_context.retrieve, tokens, cache_salt, kind=kind, timeout=timeout)
 
@@ -90,7 +96,11 @@ class KVCacheContext:
         kind: CacheKind = CacheKind.KV,
         timeout: float | None = None,
     ) -> StoreOutcome:
-        """Store `kv` `[2, L, T, D]` for `T` tokens, both cut to whole chunks, and say what became of each chunk."""
+        """Store `kv` `[2, L, T, D]` for `T` tokens, both cut to whole chunks, and say what became of each chunk.
+
+        Raises:
+            UsageError, GeometryError, CacheTimeout, CacheError: As `store`.
+        """
         return portal.run(self._async_context.put, kv, tokens, cache_salt, kind=kind, timeout=timeout)
 
     def store(
@@ -107,6 +117,12 @@ class KVCacheContext:
         Returns:
             True when the cache now holds exactly these bytes for every whole chunk. False when it had no room, or kept
             other bytes that it already had for these ids under this salt; `put` tells which.
+
+        Raises:
+            UsageError: The input cannot be right, or the context is closed. Nothing was stored.
+            GeometryError: The shape of what the cache holds is not known for sure. Nothing was stored.
+            CacheTimeout: The cache did not answer in time.
+            CacheError: The cache failed in another way.
         """
         return portal.run(self._async_context.store, kv, tokens, cache_salt, kind=kind, timeout=timeout)
 
@@ -118,7 +134,13 @@ class KVCacheContext:
         kind: CacheKind = CacheKind.KV,
         timeout: float | None = None,
     ) -> int:
-        """Count the tokens of the longest cached prefix of `tokens` in whole chunks, without fetching it."""
+        """Count the tokens of the longest cached prefix of `tokens` in whole chunks, without fetching it.
+
+        Raises:
+            UsageError: The input cannot be right, or the context is closed.
+            CacheTimeout: The cache did not answer in time, which is no miss.
+            CacheError: The cache failed in another way, which is no miss either.
+        """
         return portal.run(self._async_context.lookup, tokens, cache_salt, kind=kind, timeout=timeout)
 
     def wait_for(
@@ -132,8 +154,19 @@ class KVCacheContext:
     ) -> int:
         """Wait until every whole chunk of `tokens` is cached, at most `timeout` seconds.
 
+        Args:
+            tokens: The ids.
+            timeout: Seconds to wait at most.
+            poll_interval: Seconds above 0 between two looks, where the cache has to be asked.
+            cache_salt: The salt that the chunks are kept under.
+            kind: What they hold.
+
         Returns:
             The tokens covered in the end: less than the whole chunks of `tokens` when time ran out.
+
+        Raises:
+            UsageError: The input cannot be right, or the context is closed.
+            CacheError: The cache failed.
         """
         return portal.run(
             self._async_context.wait_for,

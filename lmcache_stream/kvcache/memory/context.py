@@ -22,7 +22,7 @@ from lmcache_stream.transfer import TransferExecutor, default_executor
 from lmcache_stream.types import CacheKind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
     from typing import Self
 
     import torch
@@ -104,7 +104,7 @@ class MemoryKVCacheContext(AsyncKVCacheContext):
             CacheTimeout: The copy did not begin and end in time.
         """
         self._check_open()
-        return await self._run(timeout, self._retrieve, tokens, cache_salt, kind)
+        return await self._run(timeout, self._executor.run, self._retrieve, tokens, cache_salt, kind)
 
     async def put(
         self,
@@ -125,7 +125,7 @@ class MemoryKVCacheContext(AsyncKVCacheContext):
             CacheTimeout: The copy did not begin and end in time.
         """
         self._check_open()
-        return await self._run(timeout, self._put, kv, tokens, cache_salt, kind)
+        return await self._run(timeout, self._executor.run, self._put, kv, tokens, cache_salt, kind)
 
     async def lookup(
         self,
@@ -139,9 +139,10 @@ class MemoryKVCacheContext(AsyncKVCacheContext):
 
         Raises:
             UsageError: The input cannot be right, or the context is closed.
+            CacheTimeout: The look did not begin and end in time.
         """
         self._check_open()
-        return await hashing(tokens, self._cache.covered, self.model_name, tokens, cache_salt, kind)
+        return await self._run(timeout, hashing, tokens, self._cache.covered, self.model_name, tokens, cache_salt, kind)
 
     async def wait_for(
         self,
@@ -199,13 +200,13 @@ class MemoryKVCacheContext(AsyncKVCacheContext):
         chunks = [kv.narrow(2, start, size) for start in range(0, len(ids) - size + 1, size)]
         return self._cache.put(self.model_name, tokens, chunks, cache_salt, kind, whole=True)
 
-    async def _run(self, timeout: float | None, fn: Callable[..., T], *args: Any) -> T:
+    async def _run(self, timeout: float | None, fn: Callable[..., Awaitable[T]], *args: Any) -> T:
         seconds = self.timeout if timeout is None else check_timeout(timeout)
         try:
             async with asyncio.timeout(seconds):
-                return await self._executor.run(fn, *args)
+                return await fn(*args)
         except TimeoutError as error:
-            raise CacheTimeout(f"memory://{self._cache.name} did not copy the KV within {seconds:g} s") from error
+            raise CacheTimeout(f"memory://{self._cache.name} did not finish within {seconds:g} s") from error
 
 
 async def open_context(

@@ -11,7 +11,7 @@ from lmcache_stream.errors import CacheTimeout, UsageError
 from lmcache_stream.geometry import KVGeometry
 from lmcache_stream.kvcache.context import StoreOutcome
 from lmcache_stream.kvcache.memory import EmbeddedCache, MemoryKVCacheContext, open_context
-from lmcache_stream.transfer import TransferExecutor
+from lmcache_stream.transfer import TransferExecutor, default_executor
 from lmcache_stream.types import CacheKind
 
 from .embedded import GEOMETRY, HEAD_DIM, HEADS, LAYERS, kv_of, opened, until_waiting
@@ -130,6 +130,18 @@ async def test_a_long_prompt_is_hashed_off_the_loop(ctx: MemoryKVCacheContext, m
     assert all(name.startswith("lmcache-stream-transfer") for name in hashed_in)
 
 
+async def test_a_look_that_does_not_get_its_turn_times_out(ctx: MemoryKVCacheContext) -> None:
+    hold = threading.Event()
+    executor = default_executor()
+    busy = [executor.submit(hold.wait, 30) for _ in range(executor.lanes)]
+    try:
+        with pytest.raises(CacheTimeout, match=r"0\.01 s"):
+            await ctx.lookup(range(50_000), timeout=0.01)
+    finally:
+        hold.set()
+        await asyncio.gather(*map(asyncio.wrap_future, busy))
+
+
 async def test_a_copy_that_does_not_get_its_turn_times_out(cache: EmbeddedCache) -> None:
     executor = TransferExecutor(lanes=1, device="cpu")
     ctx = MemoryKVCacheContext(EmbeddedCache.open("memory://test"), "m", GEOMETRY, timeout=0.01, executor=executor)
@@ -153,6 +165,8 @@ async def test_a_time_that_cannot_be_is_refused(ctx: MemoryKVCacheContext, timeo
     if timeout is not None:
         with pytest.raises(UsageError, match="timeout must be a number of seconds"):
             await ctx.retrieve(range(4), timeout=timeout)
+        with pytest.raises(UsageError, match="timeout must be a number of seconds"):
+            await ctx.lookup(range(4), timeout=timeout)
 
 
 @pytest.mark.parametrize("interval", [0, -1, float("nan"), 10**400, "often", None])
