@@ -7,8 +7,7 @@ scaling factors that a model applied to its keys (YaRN's attention factor) stay 
 
 from __future__ import annotations
 
-from lmcache_stream.model_config import has_alibi, latent_width, text_config
 from lmcache_stream.rotary.rotary import Rotary
 from lmcache_stream.rotary.turning import mean_rotation, rerotate, rerotate_
 
-__all__ = ["Rotary", "has_alibi", "latent_width", "mean_rotation", "rerotate", "rerotate_", "text_config"]
+__all__ = ["Rotary", "mean_rotation", "rerotate", "rerotate_"]

@@ -124,15 +124,15 @@ class ServerProcess:
             os.close(self._leash)
             self._leash = -1
 
-    def last_lines(self, count: int = 20) -> str:
-        """The end of its log."""
+    def last_lines(self) -> str:
+        """The last 20 lines of its log."""
         try:
             with self.log.open("rb") as file:
                 file.seek(max(0, self.log.stat().st_size - 65536))
                 lines = file.read().decode(errors="replace").splitlines()
         except OSError:
             return ""
-        return "\n".join(lines[-count:])
+        return "\n".join(lines[-20:])
 
 
 def open_log(path: Path) -> int:

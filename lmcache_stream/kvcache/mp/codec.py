@@ -256,26 +256,17 @@ def codec_candidates(facts: ServerFacts, geometry: KVGeometry) -> list[Codec]:
     return [CODECS[name](geometry.num_layers, heads, geometry.head_dim, block_size) for name in names]
 
 
-def codec_for(facts: ServerFacts, geometry: KVGeometry, proven: str | None = None) -> Codec:
+def codec_for(facts: ServerFacts, geometry: KVGeometry) -> Codec:
     """Pick the codec that reads the engine's chunks.
 
-    Args:
-        facts: What the server says.
-        geometry: The shape of the KV.
-        proven: The name of the codec that a probe has proven; None: none has.
-
     Raises:
-        GeometryError: Several readings are open and none is proven, or the proven one is not among them.
+        GeometryError: No codec reads them, or several readings are open.
     """
     candidates = codec_candidates(facts, geometry)
-    names = [codec.name for codec in candidates]
-    if proven is not None:
-        if proven not in names:
-            raise GeometryError(f"the {proven!r} layout cannot be: {facts.model.described} leaves {', '.join(names)}")
-        return candidates[names.index(proven)]
     if len(candidates) > 1:
+        names = " or as ".join(codec.name for codec in candidates)
         raise GeometryError(
-            f"{facts.model.described} can be read as {' or as '.join(names)}, and the server does not say which: "
+            f"{facts.model.described} can be read as {names}, and the server does not say which: "
             "connect with probe=engine, which finds out from one request"
         )
     return candidates[0]

@@ -13,7 +13,7 @@ from lmcache_stream.addresses import check_address, shown
 from lmcache_stream.errors import CacheConnectionError, CacheProtocolError, UsageError
 from lmcache_stream.kvcache.mp.status import ServerConfig, ServerFacts, parse_config, parse_status
 
-__all__ = ["check_http_url", "check_server", "discover", "fetch_config", "fetch_json", "fetch_status"]
+__all__ = ["check_http_url", "check_server", "discover", "fetch_config", "fetch_status"]
 
 _EXCERPT = 200
 
@@ -90,22 +90,17 @@ async def fetch_config(http_url: str, *, timeout: float) -> ServerConfig:
 
 
 async def fetch_status(http_url: str, *, timeout: float = 3.0) -> dict[str, Any]:
-    """The `/status` of the server at `http_url`."""
-    status = await fetch_json(f"{http_url}/status", timeout=timeout)
-    if not isinstance(status, dict):
-        raise CacheProtocolError(f"{http_url}/status answers no JSON object")
-    return status
-
-
-async def fetch_json(url: str, *, missing_ok: bool = False, timeout: float) -> Any:
-    """The JSON at `url`; None for a 404 where `missing_ok`.
+    """The `/status` of the server at `http_url`.
 
     Raises:
         CacheConnectionError: No answer, or an error as the answer; the message has the URL.
-        CacheProtocolError: The answer is no JSON, or has no end.
+        CacheProtocolError: The answer is no JSON object, or has no end.
     """
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout)) as session:
-        return await _answer(session, url, missing_ok=missing_ok)
+        status = await _answer(session, f"{http_url}/status")
+    if not isinstance(status, dict):
+        raise CacheProtocolError(f"{http_url}/status answers no JSON object")
+    return status
 
 
 async def _config(session: aiohttp.ClientSession, base: str) -> ServerConfig:

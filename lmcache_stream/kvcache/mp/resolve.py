@@ -25,7 +25,6 @@ def resolve_geometry(
     *,
     given: KVGeometry | None = None,
     config: KVGeometry | None = None,
-    given_name: str = "geometry=",
     config_name: str = "config.json",
 ) -> KVGeometry | None:
     """Put together what the server, the caller and the model's configuration say of the KV.
@@ -57,7 +56,7 @@ def resolve_geometry(
     shape = ("num_layers", "num_kv_heads", "head_dim", "planes", "num_heads", "rotary", "rotary_unknown", "layer_types")
     if given is not None:
         names = (*shape, "dtype", "chunk_size", "block_size")
-        said.append((given_name, {name: getattr(given, name) for name in names}))
+        said.append(("geometry=", {name: getattr(given, name) for name in names}))
     if config is not None:
         said.append((config_name, {name: getattr(config, name) for name in shape}))
 
@@ -73,7 +72,7 @@ def resolve_geometry(
                 raise GeometryError(f"{name} is {known[name]} by {source[name]}, but {value} by {who}")
     if given is not None and given.world_size not in (1, layout.world_size):
         raise GeometryError(
-            f"world_size is {layout.world_size} by {facts.http_url}/status, but {given.world_size} by {given_name}"
+            f"world_size is {layout.world_size} by {facts.http_url}/status, but {given.world_size} by geometry="
         )
 
     block_size = known.get("block_size")

@@ -50,14 +50,12 @@ class ServerConfig:
 
     Args:
         chunk_size: Tokens a chunk.
-        shm_name: Name of the shared-memory pool; None: transfers are pickled.
         transfer_mode: "auto", "engine_driven" or "lmcache_driven"; None if the server does not say.
         transport: "zmq" or "grpc"; None if the server does not say.
         eviction_policy: The policy's name; None if the server does not say.
     """
 
     chunk_size: int
-    shm_name: str | None = None
     transfer_mode: str | None = None
     transport: str | None = None
     eviction_policy: str | None = None
@@ -142,11 +140,6 @@ class ServerFacts:
         return self.config.chunk_size
 
     @property
-    def shm_name(self) -> str | None:
-        """Name of the shared-memory pool; None: transfers are pickled."""
-        return self.config.shm_name
-
-    @property
     def model(self) -> ModelLayout:
         """How the model is registered."""
         return self.state.model
@@ -168,7 +161,6 @@ def parse_config(config: Any, *, url: str = "/config") -> ServerConfig:
     eviction = _map(_map(_map(config).get("storage_manager")).get("eviction_config"))
     return ServerConfig(
         chunk_size=chunk_size,
-        shm_name=_text(mp.get("shm_name")),
         transfer_mode=_text(mp.get("supported_transfer_mode")),
         transport=_text(mp.get("transport")),
         eviction_policy=_text(eviction.get("eviction_policy")),

@@ -76,7 +76,7 @@ async def test_discovers_a_server(config_path: str) -> None:
     async with serving(routes) as url:
         found = await discover(url + "/", MODEL)
     assert found.http_url == url
-    assert (found.chunk_size, found.shm_name, found.model.num_layers) == (32, "heldout", 4)
+    assert (found.chunk_size, found.model.num_layers) == (32, 4)
 
 
 JSON, TEXT = "application/json", "text/plain"

@@ -13,15 +13,8 @@ from .statuses import MODEL, group, pulled, recorded
 
 def test_config_as_recorded() -> None:
     config = parse_config(recorded("config"))
-    assert config == ServerConfig(
-        chunk_size=32, shm_name="heldout", transfer_mode="auto", transport="zmq", eviction_policy="LRU"
-    )
+    assert config == ServerConfig(chunk_size=32, transfer_mode="auto", transport="zmq", eviction_policy="LRU")
     assert config.engine_driven
-
-
-@pytest.mark.parametrize("shm_name", [None, ""])
-def test_config_without_shared_memory(shm_name: str | None) -> None:
-    assert parse_config({"mp": {"chunk_size": 256, "shm_name": shm_name}}).shm_name is None
 
 
 @pytest.mark.parametrize(
