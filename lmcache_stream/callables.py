@@ -32,7 +32,7 @@ def runs_on_loop(fn: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(call) or inspect.isasyncgenfunction(call)
 
 
-async def in_own_thread(fn: Callable[..., T], *args: Any) -> T:
+async def abandonable_thread(fn: Callable[..., T], *args: Any) -> T:
     """Run blocking `fn` in a thread of its own. Cancelled: the thread is let go and its result dropped.
 
     It is a daemon: a call that blocks for ever does not keep the process from its end.
@@ -71,7 +71,7 @@ def _unless_cancelled(outcome: asyncio.Future[Any], settle: Callable[[Any], None
 
 async def call(fn: Callable[..., Any], *args: Any) -> Any:
     """The result of sync or async `fn`; a sync one runs in a thread of its own."""
-    result = fn(*args) if runs_on_loop(fn) else await in_own_thread(fn, *args)
+    result = fn(*args) if runs_on_loop(fn) else await abandonable_thread(fn, *args)
     return await result if inspect.isawaitable(result) else result
 
 
@@ -137,7 +137,7 @@ class _BlockingRun:
         self._arrived = asyncio.Event()
 
     async def batches(self) -> AsyncGenerator[Items, None]:
-        thread = asyncio.ensure_future(in_own_thread(self._work))
+        thread = asyncio.ensure_future(abandonable_thread(self._work))
         thread.add_done_callback(lambda _: self._arrived.set())
         try:
             while True:

@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 
 import anyio
 
-__all__ = ["finish", "forget_frames", "in_thread", "to_the_end"]
+__all__ = ["finish", "forget_frames", "thread_to_the_end", "to_the_end"]
 
 T = TypeVar("T")
 
 
-async def in_thread(fn: Callable[[], T]) -> T:
+async def thread_to_the_end(fn: Callable[[], T]) -> T:
     """Run `fn` in a new thread, without blocking the loop. Cancelled, it waits for the thread, and then goes on."""
     outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
 

@@ -150,10 +150,10 @@ async def test_a_thread_that_is_let_go_does_not_keep_the_process(tmp_path: Path)
     script = tmp_path / "stuck.py"
     script.write_text(
         "import asyncio, threading\n"
-        "from lmcache_stream.callables import in_own_thread\n"
+        "from lmcache_stream.callables import abandonable_thread\n"
         "async def main():\n"
         "    try:\n"
-        "        await asyncio.wait_for(in_own_thread(threading.Event().wait), 0.1)\n"
+        "        await asyncio.wait_for(abandonable_thread(threading.Event().wait), 0.1)\n"
         "    except TimeoutError:\n"
         "        print('let go')\n"
         "asyncio.run(main())\n"

@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 
-from lmcache_stream.finishing import finish, in_thread, to_the_end
+from lmcache_stream.finishing import finish, thread_to_the_end, to_the_end
 
 
 class Thing:
@@ -76,7 +76,7 @@ async def test_a_thread_is_waited_for() -> None:
         ended.set()
         return 3
 
-    task = asyncio.create_task(in_thread(work))
+    task = asyncio.create_task(thread_to_the_end(work))
     await asyncio.to_thread(begun.wait)
     task.cancel()
     await asyncio.sleep(0)
@@ -85,7 +85,7 @@ async def test_a_thread_is_waited_for() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert ended.is_set()
-    assert await in_thread(work) == 3
+    assert await thread_to_the_end(work) == 3
 
 
 async def test_the_wait_for_an_end_has_a_bound() -> None:

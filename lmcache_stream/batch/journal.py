@@ -128,14 +128,14 @@ class BatchJournal:
         async with self._opening:
             if self._phases == 0:
                 try:
-                    await _in_thread(self._open)
+                    await _pooled_to_the_end(self._open)
                 except BaseException:
                     await self._close()
                     raise
             self._phases += 1
         try:
             async with self._opening:
-                number = await _in_thread(self._prepare, call)
+                number = await _pooled_to_the_end(self._prepare, call)
             phase = JournaledPhase(self, number, call.edits)
             syncing = asyncio.create_task(self._sync_now_and_then())
             try:
@@ -158,14 +158,14 @@ class BatchJournal:
         journal, self._journal = self._journal, None
         if journal is not None:
             self._size = journal.size
-            await _in_thread(journal.close)
+            await _pooled_to_the_end(journal.close)
 
     async def _sync_now_and_then(self) -> None:
         while True:
             await asyncio.sleep(SYNC_EVERY)
             if self._journal is not None:
                 with contextlib.suppress(OSError):  # what is written next, or the end of the phase, says so
-                    await _in_thread(self._journal.sync)
+                    await _pooled_to_the_end(self._journal.sync)
 
     def _open(self) -> None:
         if self._size is not None:
@@ -349,14 +349,14 @@ class JournaledPhase:
         kept.known = kept.state.copy()
         assert self._batch._journal is not None
         try:
-            await _in_thread(self._batch._journal.append, entry)
+            await _pooled_to_the_end(self._batch._journal.append, entry)
         except OSError as failure:
             self.error = failure
             kept.is_lost = True
 
 
-async def _in_thread(work: Callable[..., T], *args: object) -> T:
-    """Do something that blocks, to its end, whatever happens to the caller."""
+async def _pooled_to_the_end(work: Callable[..., T], *args: object) -> T:
+    """Do something that blocks, to its end, whatever happens to the caller; a thread for each stream is too many."""
     return await to_the_end(asyncio.get_running_loop().run_in_executor(None, work, *args))
 
 

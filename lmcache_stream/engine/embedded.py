@@ -14,7 +14,7 @@ from lmcache_stream.engine.model import CausalLM, load_model, load_tokenizer, re
 from lmcache_stream.engine.scheduler import Scheduler
 from lmcache_stream.engine.server import make_application
 from lmcache_stream.errors import UsageError
-from lmcache_stream.finishing import in_thread, to_the_end
+from lmcache_stream.finishing import thread_to_the_end, to_the_end
 from lmcache_stream.kvcache.memory import EmbeddedCache
 
 if TYPE_CHECKING:
@@ -162,9 +162,9 @@ class EmbeddedEngine:
         if runner is not None:
             await runner.cleanup()
         if scheduler is not None:
-            await in_thread(scheduler.join)
+            await thread_to_the_end(scheduler.join)
         if self._core is not None:
-            await in_thread(self._core.lm.close)
+            await thread_to_the_end(self._core.lm.close)
         self._let_go()
 
     async def __aenter__(self) -> Self:
@@ -187,7 +187,7 @@ class EmbeddedEngine:
 
     async def _start(self) -> None:
         self._cache = cache = EmbeddedCache.open(self._cache_url)
-        core = await in_thread(lambda: self._load(cache))
+        core = await thread_to_the_end(lambda: self._load(cache))
         cache.register_model(self._served_model_name, core.lm.geometry)
         self._registered = True
         self._scheduler = Scheduler(max_running=self._max_running)

@@ -23,7 +23,7 @@ from lmcache_stream.engine.protocol import (
 )
 from lmcache_stream.engine.scheduler import Scheduler
 from lmcache_stream.errors import UsageError
-from lmcache_stream.finishing import in_thread
+from lmcache_stream.finishing import thread_to_the_end
 from lmcache_stream.kvcache.context import check_cache_salt
 
 __all__ = ["make_application"]
@@ -120,7 +120,7 @@ class Handlers:
         if request.messages is None:
             tokens = await self._encode(request.prompt or "", request.add_special_tokens is not False)
         else:
-            text = await in_thread(lambda: rendered(tokenizer, request))
+            text = await thread_to_the_end(lambda: rendered(tokenizer, request))
             tokens = await self._encode(text, request.add_special_tokens is True)
         return json_response(
             {
@@ -200,7 +200,7 @@ class Handlers:
             return ids
 
         async with self._tokenizing:
-            return encode() if len(text) <= SHORT_TEXT else await in_thread(encode)
+            return encode() if len(text) <= SHORT_TEXT else await thread_to_the_end(encode)
 
     def _fitted(self, request: CompletionRequest, prompt_tokens: int) -> CompletionRequest:
         limit = self._core.lm.max_model_len

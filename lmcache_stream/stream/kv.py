@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from lmcache_stream import observe
-from lmcache_stream.callables import call, in_own_thread
+from lmcache_stream.callables import abandonable_thread, call
 from lmcache_stream.editors.base import Edit, EditInput, Editor
 from lmcache_stream.errors import CacheError, CoverageTimeout, EditNotUsed, LMCacheStreamError, StoreError, UsageError
 from lmcache_stream.kvcache.context import AsyncKVCacheContext, StoreOutcome, check_timeout, whole_chunks
@@ -209,7 +209,7 @@ class StreamKV:
                 spent=True,
             )
             version = kv._version
-            edit: object = await in_own_thread(fn.edit, given)
+            edit: object = await abandonable_thread(fn.edit, given)
             if not isinstance(edit, Edit):
                 raise UsageError(f"{type(fn).__name__}.edit must return an Edit, not {type(edit).__name__}")
             untouched = edit.kv is kv and kv._version == version  # which counts what is done in place
