@@ -22,6 +22,7 @@ import torch
 from lmcache_stream.errors import UsageError
 from lmcache_stream.kvcache import buffers
 from lmcache_stream.kvcache.context import StoreOutcome, check_cache_salt, check_tokens
+from lmcache_stream.kvcache.equality import equal_bytes
 from lmcache_stream.kvcache.memory.url import parse_url
 from lmcache_stream.transfer import default_executor
 from lmcache_stream.types import CacheKind
@@ -223,7 +224,7 @@ class EmbeddedCache:
             waiters = [waiter for key in stored for waiter in self._waiters.get(key, ())]
         for waiter in waiters:
             waiter.wake()
-        same = sum(_equal_bytes(has, given) for has, given in present)
+        same = sum(equal_bytes(has, given) for has, given in present)
         return StoreOutcome(
             chunks=len(chunks),
             taken=taken,
@@ -384,9 +385,3 @@ def _free(chunks: OrderedDict[bytes, torch.Tensor]) -> None:
         default_executor().submit(chunks.clear)
     except UsageError:  # at exit
         chunks.clear()
-
-
-def _equal_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return torch.equal(a.view(torch.uint8), b.detach().to(a.device).contiguous().view(torch.uint8))

@@ -15,6 +15,7 @@ import torch
 
 from lmcache_stream.errors import CacheError, CacheProtocolError
 from lmcache_stream.kvcache.context import StoreOutcome
+from lmcache_stream.kvcache.equality import equal_bytes
 from lmcache_stream.kvcache.mp.copying import copy_in_parts, part_of
 from lmcache_stream.kvcache.mp.errand import AbandonedError
 from lmcache_stream.kvcache.mp.pickles import dump_tensors
@@ -262,12 +263,12 @@ class Storer:
                 return hit, set()
 
             def same(kv: Tensor, chunks: list[list[Tensor]]) -> set[int]:
-                ours = torch.empty(codec.stored_shape(self._chunk_size), dtype=kv.dtype)
+                ours = torch.empty(chunks[0][0].shape, dtype=kv.dtype)
                 equal = set(present)
                 for index in present:
                     for rank, of_rank in enumerate(chunks):
                         codec.encode(part_of(kv, codec, rank, index, self._chunk_size), ours)
-                        if not _equal_bytes(ours, of_rank[index]):
+                        if not equal_bytes(ours, of_rank[index]):
                             equal.discard(index)
                             break
                 return equal
@@ -285,9 +286,3 @@ def _check_apart(slots: Sequence[Slot]) -> None:
             raise CacheProtocolError(
                 f"the cache server offers slots that overlap, at offsets {one.offset} and {other.offset}"
             )
-
-
-def _equal_bytes(a: Tensor, b: Tensor) -> bool:
-    if a.dtype != b.dtype or a.numel() != b.numel():
-        return False
-    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))

@@ -9,8 +9,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 
-import torch
-
+from lmcache_stream.kvcache.equality import equal_bytes
 from lmcache_stream.serving.doctor import limits
 from lmcache_stream.serving.doctor.checks import Check, Examine, declare
 from lmcache_stream.serving.doctor.findings import Fails, Result, passes, warns
@@ -121,12 +120,6 @@ async def kv_goes_round(visit: Visit) -> Result:
         raise Fails(f"the engine took {cached} of {whole} stored tokens from the cache", f"{CONNECTOR}. {HONOUR_SALTS}")
     megabytes = kv.numel() * kv.element_size() / 1e6
     return passes(f"{whole} tokens ({megabytes:.1f} MB) read, stored under another salt, and decoded from")
-
-
-def equal_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 @check("clean up", needs=["cache http"], remedy=START_CACHE)
