@@ -10,13 +10,14 @@ if TYPE_CHECKING:
 __all__ = ["MOST_BYTES", "read_body"]
 
 MOST_BYTES = 1 << 24
+"""Of what a server says about itself."""
 
 
-async def read_body(response: aiohttp.ClientResponse) -> bytes | None:
-    """The body of an answer; None if it is longer than `MOST_BYTES`, or has no end at all."""
+async def read_body(response: aiohttp.ClientResponse, most: int) -> bytes | None:
+    """The body of an answer; None if it has more than `most` bytes, or no end at all."""
     body = bytearray()
     while data := await response.content.readany():
         body += data
-        if len(body) > MOST_BYTES:
+        if len(body) > most:
             return None
     return bytes(body)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import aiohttp
 
+from lmcache_stream.bodies import read_body
 from lmcache_stream.errors import EngineResponseError
 
 if TYPE_CHECKING:
@@ -79,12 +80,10 @@ class IdleWatch:
 
 async def whole(response: aiohttp.ClientResponse) -> bytes:
     """All of a body; one that goes on beyond what an answer can be is refused."""
-    body = bytearray()
-    while data := await response.content.readany():
-        body += data
-        if len(body) > _ANSWER:
-            raise EngineResponseError(f"{response.url} answered more than {_ANSWER} bytes", status=200)
-    return bytes(body)
+    body = await read_body(response, _ANSWER)
+    if body is None:
+        raise EngineResponseError(f"{response.url} answered more than {_ANSWER} bytes", status=200)
+    return body
 
 
 async def start_of(response: aiohttp.ClientResponse) -> bytes:

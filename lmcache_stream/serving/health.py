@@ -45,7 +45,7 @@ async def answers_healthy(url: str) -> bool:
         async with http_session() as session, session.get(url) as response:
             if response.status != 200:
                 return False
-            body = await bodies.read_body(response)
+            body = await bodies.read_body(response, bodies.MOST_BYTES)
     except (aiohttp.ClientError, TimeoutError):
         return False
     if body is None:
@@ -65,7 +65,7 @@ async def get_json(url: str) -> dict[str, Any]:
     try:
         async with http_session() as session, session.get(url) as response:
             response.raise_for_status()
-            body = await bodies.read_body(response)
+            body = await bodies.read_body(response, bodies.MOST_BYTES)
         if body is None:
             raise CacheError(f"{url} answers more than {bodies.MOST_BYTES} bytes")
         answer: Any = json.loads(body)

@@ -113,7 +113,7 @@ async def _config(session: aiohttp.ClientSession, base: str) -> ServerConfig:
 async def _answer(session: aiohttp.ClientSession, url: str, *, missing_ok: bool = False) -> Any:
     try:
         async with session.get(url, allow_redirects=False) as response:
-            body = await bodies.read_body(response)
+            body = await bodies.read_body(response, bodies.MOST_BYTES)
     except TimeoutError as error:
         raise CacheConnectionError(
             f"{url} did not answer in time: is the LMCache server up, and is this its HTTP port?"

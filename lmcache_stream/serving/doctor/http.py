@@ -21,7 +21,7 @@ async def get(session: aiohttp.ClientSession, url: str, remedy: str) -> tuple[in
     """
     try:
         async with session.get(url, allow_redirects=False) as response:
-            body = await bodies.read_body(response)
+            body = await bodies.read_body(response, bodies.MOST_BYTES)
     except TimeoutError:
         raise Fails(f"{url} gives no answer in time", remedy) from None
     except (aiohttp.ClientError, OSError, ValueError) as error:
