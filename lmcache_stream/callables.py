@@ -120,7 +120,14 @@ async def _iterate(produced: Any) -> AsyncGenerator[Items, None]:
             async for batch in run:
                 yield batch
     else:
-        raise UsageError(f"post_completion must give an iterable of TokenEvent, not {type(produced).__name__}")
+        raise _gives_nothing(produced)
+
+
+def _gives_nothing(produced: object) -> UsageError:
+    return UsageError(
+        f"an engine (post_completion, probe) must give an iterable of TokenEvent, not {type(produced).__name__}: see "
+        "PostCompletion"
+    )
 
 
 class _BlockingRun:
@@ -169,7 +176,7 @@ class _BlockingRun:
             self._handed_over = produced
             return
         if not isinstance(produced, Iterable):
-            raise UsageError(f"post_completion must give an iterable of TokenEvent, not {type(produced).__name__}")
+            raise _gives_nothing(produced)
         iterator = iter(produced)
         try:
             for item in iterator:
