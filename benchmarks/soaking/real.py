@@ -375,22 +375,22 @@ class RealWorld(World):
         self.lives += 1
 
     async def _stop_cache(self) -> None:
-        if self.lives % 2:
-            return  # it is dead
-        self._count("cache: SIGSTOP, SIGCONT")
-        await self._stopped(self._stack.cache.port)
+        await self._stopped("cache", self._stack.cache.port)
 
     async def _stop_engine(self) -> None:
-        self._count("engine: SIGSTOP, SIGCONT")
-        await self._stopped(self._stack.port)
+        await self._stopped("engine", self._stack.port)
 
-    async def _stopped(self, port: int) -> None:
+    async def _stopped(self, name: str, port: int) -> None:
         group = process_group(port)
+        if group is None:
+            return  # it is dead
+        self._count(f"{name}: SIGSTOP, SIGCONT")
         os.killpg(group, signal.SIGSTOP)
         try:
             await asyncio.sleep(4 * self._chance.random())
         finally:
-            os.killpg(group, signal.SIGCONT)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGCONT)
 
     async def _cut_engine(self) -> None:
         self._count("engine: cut")
@@ -431,12 +431,12 @@ class RealWorld(World):
         self._to_cache.heal()
 
 
-def process_group(port: int) -> int:
-    """The process group of the server that was told to listen on `port`."""
+def process_group(port: int) -> int | None:
+    """The process group of the server that was told to listen on `port`; None if it is dead."""
     wanted = f"--port\0{port}\0".encode()
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             with contextlib.suppress(OSError):
                 if wanted in (folder / "cmdline").read_bytes() and os.getpgid(int(folder.name)) == int(folder.name):
                     return int(folder.name)
-    raise CacheError(f"no server on port {port} to be stopped")
+    return None
