@@ -11,7 +11,15 @@ from typing import Any
 import torch
 
 from lmcache_stream.errors import GeometryError
-from lmcache_stream.model_config import has_alibi, head_size, latent_width, lookup, require, text_config
+from lmcache_stream.model_config import (
+    attention_config,
+    has_alibi,
+    head_size,
+    latent_width,
+    lookup,
+    require,
+    text_config,
+)
 from lmcache_stream.rotary import Rotary
 
 __all__ = ["KVGeometry"]
@@ -171,10 +179,7 @@ def _num_kv_heads(config: Mapping[str, Any], num_heads: int) -> int:
         return 1 if config.get("multi_query", True) else num_heads
     if model_type == "gpt_bigcode":
         return 1 if config.get("multi_query", True) else num_heads
-    attention = config.get("attn_config")
-    if isinstance(attention, Mapping) and attention.get("kv_n_heads"):
-        return int(attention["kv_n_heads"])
-    given = lookup(config, "num_key_value_heads")
+    given = attention_config(config).get("kv_n_heads") or lookup(config, "num_key_value_heads")
     if given is None and "num_key_value_heads" not in config and model_type not in KV_HEADS_BY_DEFAULT:
         require(config, "num_key_value_heads")
     return int(given or num_heads)

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from lmcache_stream.errors import GeometryError
 
-__all__ = ["has_alibi", "head_size", "latent_width", "lookup", "require", "text_config"]
+__all__ = ["attention_config", "has_alibi", "head_size", "latent_width", "lookup", "require", "text_config"]
 
 ALIASES: Final[Mapping[str, tuple[str, ...]]] = {
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
@@ -46,13 +46,18 @@ def latent_width(config: Mapping[str, Any]) -> int | None:
     return int(config["kv_lora_rank"]) + int(config["qk_rope_head_dim"])
 
 
+def attention_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part on attention, which MPT and DBRX keep apart; empty elsewhere."""
+    nested = config.get("attn_config")
+    return nested if isinstance(nested, Mapping) else {}
+
+
 def has_alibi(config: Mapping[str, Any]) -> bool:
     """Whether attention is biased by the distance of slots (ALiBi), so that a cache's order matters."""
-    attention = config.get("attn_config")
-    nested = bool(attention.get("alibi", True)) if isinstance(attention, Mapping) else config.get("model_type") == "mpt"
+    model_type = config.get("model_type")
     return (
-        nested
-        or config.get("model_type") == "bloom"
+        bool(attention_config(config).get("alibi", model_type == "mpt"))
+        or model_type == "bloom"
         or bool(config.get("alibi"))
         or config.get("position_embedding_type") == "alibi"
     )

@@ -13,6 +13,7 @@ from transformers import AutoConfig
 from lmcache_stream.errors import GeometryError
 from lmcache_stream.geometry import KV_HEADS_BY_DEFAULT, KVGeometry
 from lmcache_stream.rotary import Rotary
+from tests.rotary.configs import DBRX
 
 QWEN3_8B: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -177,6 +178,13 @@ def test_alibi_is_told() -> None:
     assert KVGeometry.from_config(AutoConfig.for_model("bloom").to_dict()).alibi
     assert KVGeometry.from_config({**AutoConfig.for_model("falcon").to_dict(), "alibi": True}).alibi
     assert not KVGeometry.from_config(AutoConfig.for_model("gpt2").to_dict()).alibi
+
+
+def test_heads_and_rotation_that_stand_with_the_attention() -> None:
+    geometry = KVGeometry.from_config(DBRX)
+    assert (geometry.num_heads, geometry.num_kv_heads, geometry.head_dim) == (48, 8, 128)
+    assert geometry.rotary == (Rotary.from_config(DBRX),) * 2
+    assert not geometry.alibi
 
 
 def test_unknown_rotary_does_not_fail_but_says_why() -> None:

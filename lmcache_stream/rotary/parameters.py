@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from lmcache_stream.errors import GeometryError
-from lmcache_stream.model_config import has_alibi, head_size, latent_width, lookup, require
+from lmcache_stream.model_config import attention_config, has_alibi, head_size, latent_width, lookup, require
 
 __all__ = ["is_interleaved", "is_rotary", "rope_parameters", "rotated_slice"]
 
@@ -114,7 +114,8 @@ def is_rotary(config: Mapping[str, Any], layer_type: str | None) -> bool:
         return layer_type != "full_attention"
     if model_type in ("exaone4", "exaone_moe") and config.get("sliding_window"):
         return layer_type != "full_attention"
-    if any(config.get(key) for key in ROTARY_KEYS) or model_type in DEFAULT_THETA or model_type == "gemma3_text":
+    told = any(config.get(key) for key in ROTARY_KEYS) or attention_config(config).get("rope_theta")
+    if told or model_type in DEFAULT_THETA or model_type == "gemma3_text":
         return True
     raise GeometryError(
         f"nothing in the configuration of model type {model_type!r} tells its positions: no rope_parameters, "
@@ -146,6 +147,9 @@ def rope_parameters(config: Mapping[str, Any], layer_type: str | None) -> Mappin
             default = 10_000.0 if local else 1_000_000.0
             theta = config.get("rope_local_base_freq" if local else "rope_theta")
             parameters["rope_theta"] = default if theta is None else theta
+    nested = attention_config(config).get("rope_theta")
+    if nested is not None:  # transformers writes a default of its own beside it
+        parameters["rope_theta"] = nested
     if parameters.get("rope_theta") is None:
         theta = lookup(config, "rope_theta")
         parameters["rope_theta"] = DEFAULT_THETA.get(model_type) if theta is None else theta

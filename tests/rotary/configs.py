@@ -23,6 +23,14 @@ LLAMA: dict[str, Any] = {
     "max_position_embeddings": 4096,
     "rope_theta": 10000.0,
 }
+DBRX: dict[str, Any] = {
+    "model_type": "dbrx",
+    "attn_config": {"clip_qkv": 8, "kv_n_heads": 8, "model_type": "", "rope_theta": 500000},
+    "d_model": 6144,
+    "max_seq_len": 32768,
+    "n_heads": 48,
+    "n_layers": 2,
+}
 SCALINGS: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 4.0},
     "llama3": {

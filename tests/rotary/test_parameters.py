@@ -9,7 +9,7 @@ import pytest
 from lmcache_stream.errors import GeometryError
 from lmcache_stream.rotary import Rotary
 from lmcache_stream.rotary.parameters import DEFAULT_PARTIAL, DEFAULT_THETA, NO_ROTARY
-from tests.rotary.configs import LLAMA, REFERENCE, transformers_config
+from tests.rotary.configs import DBRX, LLAMA, REFERENCE, transformers_config
 
 
 def test_older_type_key_is_read() -> None:
@@ -64,6 +64,16 @@ def test_falcon_rotates_unless_it_has_alibi() -> None:
     falcon = transformers_config("falcon").to_dict()
     assert Rotary.from_config({**falcon, "alibi": False}) is not None
     assert Rotary.from_config({**falcon, "alibi": True}) is None
+
+
+def test_dbrx_says_its_base_with_its_attention() -> None:
+    expected = Rotary.from_config({**LLAMA, "head_dim": 128, "rope_theta": 500000.0})
+    assert Rotary.from_config(DBRX) == expected
+    assert Rotary.from_config(transformers_config(**DBRX).to_dict()) == expected
+    without = {**DBRX, "attn_config": {"kv_n_heads": 8}}
+    assert Rotary.from_config({**without, "rope_theta": 500000.0}) == expected
+    with pytest.raises(GeometryError, match="model type 'dbrx' tells its positions"):
+        Rotary.from_config(without)
 
 
 def test_unknown_is_told_apart_from_none() -> None:
