@@ -60,8 +60,10 @@ class Compose(Editor):
 class PerLayer(TokenDropping):
     """Rates the tokens of each layer by a method of its own; all layers keep equally many.
 
+    What one of the methods protects is kept in all layers; budgets and scopes of methods count for nothing here.
+
     Args:
-        default: The method of layers that `layers` does not name; its budget and protection count for nothing here.
+        default: The method of layers that `layers` does not name.
         layers: Method by layer index.
     """
 
@@ -73,25 +75,37 @@ class PerLayer(TokenDropping):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        methods = (self.default, *self.layers.values())
-        if not all(isinstance(one, TokenDropping) for one in methods):
+        if not all(isinstance(one, TokenDropping) for one in self._methods):
             raise UsageError("per-layer needs editors that drop tokens")
+        if any(isinstance(one, PerLayer) for one in self._methods):
+            raise UsageError("per-layer takes no per-layer inside")
         if self.scope == "shared":
             raise UsageError('per-layer schedules need scope="layer" or scope="head"')
-        object.__setattr__(self, "needs", frozenset[str]({"heads"}).union(*(one.needs for one in methods)))
+        object.__setattr__(self, "needs", frozenset[str]({"heads"}).union(*(one.needs for one in self._methods)))
+
+    @property
+    def _methods(self) -> tuple[TokenDropping, ...]:
+        return self.default, *self.layers.values()
 
     def score(self, x: EditInput, budget: int) -> torch.Tensor:
-        """Each layer's scores by its own method."""
+        """Each layer's scores by its own method, those of its heads on one scale."""
         layers, heads = x.kv.shape[1], self._require_heads(x).num_kv_heads
         beyond = [index for index in self.layers if not 0 <= index < layers]
         if beyond:
             raise UsageError(f"per-layer names layers {beyond} of a model with {layers}")
         scores = torch.empty(layers, heads, len(x.tokens), device=x.kv.device)
-        for method in dict.fromkeys((self.default, *self.layers.values())):
+        for method in dict.fromkeys(self._methods):
             mine = [index for index in range(layers) if self.layers.get(index, self.default) == method]
             if mine:
-                scores[mine] = method.score(x, budget).expand(layers, heads, -1)[mine]
+                scored = method._comparable(method.score(x, budget))
+                scores[mine] = scored.expand(layers, heads, -1)[mine]
         return scores
+
+    def _protected(self, total: int) -> torch.Tensor:
+        mask = super()._protected(total)
+        for method in self._methods:
+            mask |= method._protected(total)  # a score need not make sense where its method protects
+        return mask
 
 
 def _apart(one: torch.Tensor, other: torch.Tensor) -> bool:

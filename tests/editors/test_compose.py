@@ -20,11 +20,13 @@ from lmcache_stream.editors import (
     Random,
     SnapKV,
     StreamingLLM,
+    TokenDropping,
 )
 from lmcache_stream.errors import UsageError
-from tests.editors.inputs import CHUNK, LAYERS, given, kept_by_head, picked, unrotated
+from tests.editors.inputs import CHUNK, LAYERS, all_editors, given, kept_by_head, picked, unrotated
 
 SCOPES: tuple[Any, ...] = ("shared", "layer", "head")
+DROPPING = [one for one in all_editors() if isinstance(one, TokenDropping) and not isinstance(one, PerLayer)]
 
 
 @pytest.mark.parametrize("first", SCOPES)
@@ -101,13 +103,24 @@ def test_nothing_to_compose_is_refused(editors: Any) -> None:
 
 def test_each_layer_by_its_own_method() -> None:
     x = given(6 * CHUNK)
-    edit = PerLayer(default=KeyDiff(), layers={0: StreamingLLM(), 2: Random(scope="layer")}, sinks=2).edit(x)
+    edit = PerLayer(default=KeyDiff(), layers={0: StreamingLLM(), 2: Random(scope="layer")}, sinks=6).edit(x)
     assert edit.kept_positions is not None
     assert edit.kept_positions.shape == (LAYERS, 3 * CHUNK)
     for layer, method in enumerate((StreamingLLM(), KeyDiff(), Random(scope="layer"))):
-        alone = replace(method, scope="layer", sinks=2).edit(x).kept_positions
+        alone = replace(method, scope="layer", sinks=6).edit(x).kept_positions
         assert alone is not None
         assert torch.equal(edit.kept_positions[layer], alone[layer])
+
+
+@pytest.mark.parametrize("scope", ["layer", "head"])
+@pytest.mark.parametrize("chunks", [1, 2, 6])
+@pytest.mark.parametrize("method", DROPPING, ids=lambda method: method.name)
+def test_one_method_for_all_layers_keeps_what_it_keeps_alone(method: TokenDropping, chunks: int, scope: Any) -> None:
+    x = replace(given(chunks * CHUNK), chunk_size=CHUNK // 2)
+    alone = replace(method, scope=scope)
+    expected, edit = alone.edit(x), PerLayer(default=alone, scope=scope).edit(x)
+    assert edit.tokens == expected.tokens
+    assert torch.equal(kept_by_head(edit), kept_by_head(expected))
 
 
 def test_schedules_that_cannot_be_are_refused() -> None:
@@ -115,6 +128,8 @@ def test_schedules_that_cannot_be_are_refused() -> None:
         PerLayer(scope="shared")
     with pytest.raises(UsageError, match="drop tokens"):
         PerLayer(layers={0: Quantize()})  # type: ignore[dict-item]  # wrong on purpose
+    with pytest.raises(UsageError, match="no per-layer inside"):
+        PerLayer(default=PerLayer())
     with pytest.raises(UsageError, match=r"layers \[7\] of a model with 3"):
         PerLayer(layers={7: Random()}).edit(given(6 * CHUNK))
     assert PerLayer(layers={0: SnapKV()}).needs == {"heads", "queries"}

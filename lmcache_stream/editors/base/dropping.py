@@ -108,10 +108,8 @@ class TokenDropping(Editor):
         """Positions of the `budget` best tokens in this scope, ascending, int64: `[n]`, `[L, n]` or `[L, H, n]`."""
         scores = scores.float()
         reduced = {"shared": (0, 1), "layer": (1,), "head": ()}[self.scope]
-        if not self.comparable and reduced and scores.shape[-1] > 1:
-            scores = (scores - scores.mean(-1, keepdim=True)) / scores.std(-1, keepdim=True).clamp_min(1e-12)
         if reduced:
-            scores = aggregate(scores, reduced, self.aggregate)
+            scores = aggregate(self._comparable(scores), reduced, self.aggregate)
         if self.scope == "layer":
             scores = scores.expand(x.kv.shape[1], -1)
         elif self.scope == "head":
@@ -119,6 +117,12 @@ class TokenDropping(Editor):
         scores = scores.masked_fill(protected, math.inf)
         best = scores.sort(dim=-1, descending=True, stable=True).indices[..., :budget]
         return best.sort(dim=-1).values
+
+    def _comparable(self, scores: torch.Tensor) -> torch.Tensor:
+        """Scores of `score`, those of all layers and heads on one scale."""
+        if self.comparable or scores.shape[-1] == 1:
+            return scores
+        return (scores - scores.mean(-1, keepdim=True)) / scores.std(-1, keepdim=True).clamp_min(1e-12)
 
     def _protected(self, total: int) -> torch.Tensor:
         """Which positions are kept in any case, bool `[T]`."""
