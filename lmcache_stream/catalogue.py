@@ -98,14 +98,12 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         UsageError: No editor has such a name; the message lists the choices.
     """
-    methods = [_described(name) for name in registry.names()]
-    if options.names:
-        known = {method.name: method for method in methods}
-        wanted = [name.replace("_", "-") for name in options.names]
-        for name in wanted:
-            if name not in known:
-                registry.find(name)  # raises, with the choices
-        methods = [known[name] for name in dict.fromkeys(wanted)]
+    known = {name: _described(name) for name in registry.names()}
+    wanted = [registry.canonical(name) for name in options.names] or list(known)
+    for name in wanted:
+        if name not in known:
+            registry.find(name)  # raises, with the choices
+    methods = [known[name] for name in dict.fromkeys(wanted)]
     if options.json is not None:
         options.json.write({"editors": [asdict(method) for method in methods]})
     else:

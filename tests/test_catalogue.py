@@ -100,6 +100,13 @@ def test_names_choose_and_a_wrong_one_lists_the_choices(capsys: pytest.CaptureFi
     assert "choose from" in capsys.readouterr().err
 
 
+def test_a_name_with_an_underscore_is_found(
+    offer: Callable[[str, str], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    offer("who_le", f"{__name__}:Whole")
+    assert list(listed(capsys, "who_le")) == list(listed(capsys, "who-le")) == ["whole"]
+
+
 @pytest.mark.parametrize("words", [[], ["snapkv", "expected-attention", "compose"]])
 def test_no_line_is_wider_than_the_terminal(
     words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -222,7 +222,7 @@ def _editor(asked: str, keep: float | int) -> tuple[EditorSpec, Editor]:
         spec = EditorSpec.parse(asked)
     except ValueError as error:
         raise UsageError(f"--editor: {error}") from error
-    if issubclass(registry.find(spec.name.replace("_", "-")), TokenDropping):
+    if issubclass(registry.find(spec.name), TokenDropping):
         spec = spec.with_keep(keep)
     return spec, registry.get(spec.name, **spec.params)
 

@@ -127,7 +127,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _plan(options: argparse.Namespace) -> tuple[Plan, list[LeftOut]]:
-    registry.find(options.baseline.partition(",")[0].replace("_", "-"))  # raises, with the choices
+    registry.find(options.baseline.partition(",")[0])  # raises, with the choices
     crossed: dict[str, Any] = {
         "scopes": options.scope or ["shared"],
         "keeps": options.keep or [0.9, 0.7, 0.5, 0.3, 0.1],

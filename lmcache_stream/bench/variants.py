@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from lmcache_stream import editors
-from lmcache_stream.editors import Editor, LayerScoring, TokenDropping
+from lmcache_stream.editors import Editor, LayerScoring, TokenDropping, registry
 from lmcache_stream.errors import UsageError
 
 __all__ = ["COMBINATORS", "LeftOut", "Variant", "default_variants", "make_variants", "parse_spec"]
@@ -106,7 +106,7 @@ def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
             parameters[key] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
             parameters[key] = value
-    return name.replace("_", "-"), parameters
+    return registry.canonical(name), parameters
 
 
 def _crossed(spec: str, scopes: Sequence[str], keeps: Sequence[float | int], window: int, seed: int) -> list[Variant]:

@@ -1,4 +1,4 @@
-"""Editors by name."""
+"""Editors by name, in which underscores count as hyphens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar
 from lmcache_stream.editors.base import Editor
 from lmcache_stream.errors import UsageError
 
-__all__ = ["ENTRY_POINTS", "find", "get", "names", "register"]
+__all__ = ["ENTRY_POINTS", "canonical", "find", "get", "names", "register"]
 
 ENTRY_POINTS: Final = "lmcache_stream.editors"
 """Group of entry points under which other packages offer editors: name = "package.module:Class"."""
@@ -18,6 +18,11 @@ ENTRY_POINTS: Final = "lmcache_stream.editors"
 E = TypeVar("E", bound=Editor)
 
 _EDITORS: dict[str, type[Editor]] = {}
+
+
+def canonical(name: str) -> str:
+    """An editor's name as `names` spells it, with hyphens for underscores."""
+    return name.replace("_", "-")
 
 
 def register(editor: type[E]) -> type[E]:
@@ -29,23 +34,24 @@ def register(editor: type[E]) -> type[E]:
     _check_class(editor, repr(editor))
     if not editor.name:
         raise UsageError(f"{editor.__name__} has no name: set the class attribute `name`")
-    if _EDITORS.setdefault(editor.name, editor) is not editor:
-        raise UsageError(f"the name {editor.name!r} belongs to {_EDITORS[editor.name].__name__} already")
+    known = _EDITORS.setdefault(canonical(editor.name), editor)
+    if known is not editor:
+        raise UsageError(f"the name {editor.name!r} belongs to {known.__name__} already")
     return editor
 
 
 def names() -> list[str]:
     """Names of all editors, sorted: the package's own, registered ones and those of entry points."""
-    return sorted({*_EDITORS, *(point.name for point in entry_points(group=ENTRY_POINTS))})
+    return sorted({*_EDITORS, *(canonical(point.name) for point in entry_points(group=ENTRY_POINTS))})
 
 
 def get(name: str, **params: Any) -> Editor:
-    """Make the editor called `name` (underscores count as hyphens) with its parameters.
+    """Make the editor called `name` with its parameters.
 
     Raises:
         UsageError: No such editor or parameter; the message lists the choices.
     """
-    editor = find(name.replace("_", "-"))
+    editor = find(name)
     known = [field.name for field in dataclasses.fields(editor) if field.init]
     unknown = sorted(set(params) - set(known))
     if unknown:
@@ -62,11 +68,11 @@ def find(name: str) -> type[Editor]:
     Raises:
         UsageError: No such editor; the message lists the choices. Or what an entry point names is none.
     """
-    if name in _EDITORS:
-        return _EDITORS[name]
+    if canonical(name) in _EDITORS:
+        return _EDITORS[canonical(name)]
     for point in entry_points(group=ENTRY_POINTS):
-        if point.name == name:
-            return _check_class(point.load(), f"entry point {name!r} ({point.value})")
+        if canonical(point.name) == canonical(name):
+            return _check_class(point.load(), f"entry point {point.name!r} ({point.value})")
     raise UsageError(f"no editor is called {name!r}: choose from {', '.join(names())}")
 
 

@@ -70,6 +70,29 @@ def test_register_adds_a_name_once(monkeypatch: pytest.MonkeyPatch) -> None:
         editors.register(dict)  # type: ignore[type-var]  # wrong on purpose
 
 
+class Underscored(Theirs):
+    """Of a name with an underscore."""
+
+    name: ClassVar[str] = "of_theirs"
+
+
+def test_a_name_with_an_underscore_is_found_under_both_spellings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_EDITORS", dict(registry._EDITORS))
+    editors.register(Underscored)
+    assert "of-theirs" in editors.names()
+    for name in ("of_theirs", "of-theirs"):
+        assert registry.find(name) is Underscored
+        assert isinstance(editors.get(name), Underscored)
+
+
+def test_an_entry_point_with_an_underscore_is_found_under_both_spellings(monkeypatch: pytest.MonkeyPatch) -> None:
+    point = EntryPoint("of_theirs", f"{__name__}:Underscored", registry.ENTRY_POINTS)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [point] if group == registry.ENTRY_POINTS else [])
+    assert "of-theirs" in editors.names()
+    for name in ("of_theirs", "of-theirs"):
+        assert isinstance(editors.get(name), Underscored)
+
+
 def test_entry_points_offer_editors(monkeypatch: pytest.MonkeyPatch) -> None:
     points = [
         EntryPoint("theirs", f"{__name__}:Theirs", registry.ENTRY_POINTS),
