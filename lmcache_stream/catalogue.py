@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import inspect
+import json
 import re
 import textwrap
 from dataclasses import asdict, dataclass
@@ -242,6 +243,6 @@ def _prose(method: Method) -> Iterator[str]:
 
 def _written(default: Any) -> str:
     """A default as it would be written on the command line."""
-    if default is None:
-        return "none"
-    return str(default).lower() if isinstance(default, bool) else str(default)
+    if default is None or isinstance(default, str):
+        return default or "none"
+    return json.dumps(default)

@@ -9,7 +9,9 @@ from typing import Any, ClassVar
 import pytest
 
 from lmcache_stream import catalogue, cli
+from lmcache_stream.bench.config import EditorSpec
 from lmcache_stream.editors import Edit, EditInput, Editor, SnapKV, names, registry
+from lmcache_stream.editors.parameters import check_parameters, takes_editor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +72,18 @@ def test_every_editor_says_what_it_does_and_what_each_parameter_is_for(capsys: p
     assert methods["expected-attention"]["scopes"] == ["shared", "layer", "head"]
     assert methods["quantize"]["scopes"] == methods["quantize"]["needs"] == []
     assert methods["merge"]["parameters"][0]["default"] == "keydiff"
+
+
+@pytest.mark.parametrize("name", names())
+def test_defaults_are_shown_as_the_command_line_reads_them(name: str) -> None:
+    editor = registry.find(name)
+    parameters = catalogue.describe(editor).parameters
+    assert parameters
+    for one in parameters:
+        params = EditorSpec.parse(f"{name}:{one.name}={catalogue._written(one.default)}").params
+        assert params == {one.name: one.default}
+        if not takes_editor(editor, one.name):
+            check_parameters(editor, params)
 
 
 def test_a_plug_in_is_listed_like_ours(offer: Callable[[str, str], None], capsys: pytest.CaptureFixture[str]) -> None:

@@ -218,10 +218,7 @@ def _score(prompts: list[Prompt], answers: list[Answer]) -> str | None:
 def _editor(asked: str, keep: float | int) -> tuple[EditorSpec, Editor]:
     from lmcache_stream.editors import TokenDropping, registry
 
-    try:
-        spec = EditorSpec.parse(asked)
-    except ValueError as error:
-        raise UsageError(f"--editor: {error}") from error
+    spec = EditorSpec.parse(asked)
     if issubclass(registry.find(spec.name), TokenDropping):
         spec = spec.with_keep(keep)
     return spec, registry.get(spec.name, **spec.params)

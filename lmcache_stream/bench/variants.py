@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from lmcache_stream import editors
+from lmcache_stream.bench.config import EditorSpec
 from lmcache_stream.editors import Editor, LayerScoring, TokenDropping, registry
 from lmcache_stream.errors import UsageError
 
-__all__ = ["COMBINATORS", "LeftOut", "Variant", "default_variants", "make_variants", "parse_spec"]
+__all__ = ["COMBINATORS", "LeftOut", "Variant", "default_variants", "make_variants"]
 
 COMBINATORS: Final = frozenset({"compose", "per-layer"})
 """Editors made of others: measured when named, as they mean nothing by themselves."""
@@ -90,31 +90,11 @@ def default_variants(
     return found, left_out
 
 
-def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
-    """Split `NAME:k=v,...`; values are Python literals, or else strings.
-
-    Raises:
-        UsageError: A part is no `k=v`.
-    """
-    name, _, rest = spec.partition(":")
-    parameters: dict[str, Any] = {}
-    for part in filter(None, rest.split(",")):
-        key, equals, value = part.partition("=")
-        if not equals or not key:
-            raise UsageError(f"{part!r} in {spec!r} is no parameter: write NAME:k=v,k=v")
-        try:
-            parameters[key] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            parameters[key] = value
-    return registry.canonical(name), parameters
-
-
 def _crossed(spec: str, scopes: Sequence[str], keeps: Sequence[float | int], window: int, seed: int) -> list[Variant]:
-    name, given = parse_spec(spec)
+    asked = EditorSpec.parse(spec)
+    name, given = registry.canonical(asked.name), asked.params
     own = {key: value for key, value in given.items() if key not in ("keep", "scope")}
     method = ",".join([name, *(f"{key}={value}" for key, value in own.items())])
-    if isinstance(own.get("editor"), str):
-        own["editor"] = editors.get(own["editor"])
     editor = editors.get(name, **own)
     dropping = _dropping(editor)
     if dropping is None:

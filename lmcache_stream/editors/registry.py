@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from importlib.metadata import entry_points
 from typing import Any, Final, TypeVar
 
 from lmcache_stream.editors.base import Editor
+from lmcache_stream.editors.parameters import check_parameters, takes_editor
 from lmcache_stream.errors import UsageError
 
 __all__ = ["ENTRY_POINTS", "canonical", "find", "get", "names", "register"]
@@ -46,16 +46,18 @@ def names() -> list[str]:
 
 
 def get(name: str, **params: Any) -> Editor:
-    """Make the editor called `name` with its parameters.
+    """Make the editor called `name` (underscores count as hyphens) with its parameters.
+
+    Where a parameter is itself an editor, such as that of merge, a name stands for that editor with its defaults.
 
     Raises:
-        UsageError: No such editor or parameter; the message lists the choices.
+        UsageError: No such editor or parameter, and the message lists the choices; or a parameter takes something else.
     """
     editor = find(name)
-    known = [field.name for field in dataclasses.fields(editor) if field.init]
-    unknown = sorted(set(params) - set(known))
-    if unknown:
-        raise UsageError(f"{editor.name} has no parameter {', '.join(unknown)}: choose from {', '.join(known)}")
+    for key, value in params.items():
+        if isinstance(value, str) and takes_editor(editor, key):
+            params[key] = get(value)
+    check_parameters(editor, params)
     try:
         return editor(**params)
     except TypeError as error:

@@ -127,7 +127,8 @@ def test_the_environment_takes_words() -> None:
         (["--result-filename", ".."], "--result-dir"),
         (["--editor", "knorm", "--keep", "1.5"], "--keep"),
         (["--editor", "knorm", "--keep", "half"], "--keep"),
-        (["--editor", "knorm:keep"], "NAME:KEY=VALUE"),
+        (["--editor", "knorm:keep"], "--editor: 'knorm:keep' is not of the form NAME:KEY=VALUE"),
+        (["--editor", ":keep=2"], "names no editor"),
         (["--keep", "0.5"], "need an --editor"),
         (["--compare-baseline"], "need an --editor"),
         (["--edit-every", "64"], "need an --editor"),
@@ -194,6 +195,19 @@ def test_the_complaint_names_its_source(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["snapkv", "random:keep=0.5,seed=3", "rkv:scope=head,rerotate=false"])
 def test_an_editor_is_written_as_it_is_read(text: str) -> None:
     assert str(EditorSpec.parse(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "meant"),
+    [
+        *(("4", 4), ("0.5", 0.5), ("head", "head"), ('"4"', "4"), ("[[0, 4], [8, 12]]", [[0, 4], [8, 12]])),
+        *(("true", True), ("True", True), ("false", False), ("FALSE", False), ("null", None), ("None", None)),
+    ],
+)
+def test_values_of_parameters(value: str, meant: Any) -> None:
+    read = EditorSpec.parse(f"x:first={value}, the-second={value}").params
+    assert read == {"first": meant, "the_second": meant}
+    assert type(read["first"]) is type(meant)
 
 
 def test_parameters_of_requests() -> None:

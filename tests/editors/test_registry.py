@@ -9,7 +9,7 @@ from typing import ClassVar
 import pytest
 
 import lmcache_stream.editors as editors
-from lmcache_stream.editors import Edit, EditInput, Editor, StreamingLLM, registry
+from lmcache_stream.editors import Edit, EditInput, Editor, Merge, PerLayer, SnapKV, StreamingLLM, registry
 from lmcache_stream.errors import UsageError
 
 
@@ -39,6 +39,13 @@ def test_unknown_names_and_parameters_list_the_choices() -> None:
         editors.get("snap")
     with pytest.raises(UsageError, match=r"streaming-llm has no parameter sink: choose from .*sinks"):
         editors.get("streaming-llm", sink=4)
+
+
+def test_a_name_stands_for_an_editor_inside_another() -> None:
+    assert editors.get("merge", editor="snapkv") == Merge(editor=SnapKV())
+    assert editors.get("per-layer", default="streaming_llm") == PerLayer(default=StreamingLLM())
+    with pytest.raises(UsageError, match="no editor is called 'snap'"):
+        editors.get("merge", editor="snap")
 
 
 def test_editors_are_frozen_and_equal_by_their_parameters() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any, ClassVar, Final
 
@@ -12,6 +13,10 @@ from lmcache_stream.completions.request import check_request
 from lmcache_stream.errors import UsageError
 
 __all__ = ["EditorSpec"]
+
+CONSTANTS: Final[Mapping[str, Any]] = {"true": True, "false": False, "null": None, "none": None}
+BEFORE_PARAMETER: Final = re.compile(r",(?=[\w\s-]*=)")
+"""The comma before a parameter, not one within a JSON value."""
 
 OBJECTIVES: Final = ("ttft", "tpot", "e2el")
 
@@ -31,20 +36,20 @@ class EditorSpec(BaseModel):
 
     @classmethod
     def parse(cls, text: str) -> EditorSpec:
-        """Read `NAME[:k=v,...]`; values are JSON (`0.5`, `4`, `true`) or plain words.
+        """Read `NAME[:k=v,...]`; values are JSON (`0.5`, `4`, `[1, 2]`), true, false or none in any case, or words.
 
         Raises:
-            ValueError: It is not of that form.
+            UsageError: It is not of that form.
         """
         name, _, rest = text.partition(":")
         params = {}
-        for pair in filter(None, rest.split(",")):
+        for pair in BEFORE_PARAMETER.split(rest) if rest else ():
             key, separator, value = pair.partition("=")
             if not separator or not key.strip():
-                raise ValueError(f"{text!r} is not of the form NAME:KEY=VALUE,KEY=VALUE")
-            params[key.strip().replace("-", "_")] = json_or_word(value.strip())
+                raise UsageError(f"{text!r} is not of the form NAME:KEY=VALUE,KEY=VALUE")
+            params[key.strip().replace("-", "_")] = parameter(value.strip())
         if not name.strip():
-            raise ValueError(f"{text!r} names no editor")
+            raise UsageError(f"{text!r} names no editor")
         return cls(name=name.strip(), params=params)
 
     def with_keep(self, keep: float | int | None) -> EditorSpec:
@@ -56,6 +61,10 @@ class EditorSpec(BaseModel):
     def __str__(self) -> str:
         params = ",".join(f"{key}={json.dumps(value).strip(chr(34))}" for key, value in self.params.items())
         return f"{self.name}:{params}" if params else self.name
+
+
+def parameter(text: str) -> Any:
+    return CONSTANTS[text.lower()] if text.lower() in CONSTANTS else json_or_word(text)
 
 
 def json_or_word(text: str) -> Any:
