@@ -216,12 +216,12 @@ def _score(prompts: list[Prompt], answers: list[Answer]) -> str | None:
 
 
 def _editor(asked: str, keep: float | int) -> tuple[EditorSpec, Editor]:
-    from lmcache_stream.editors import TokenDropping, registry
+    from lmcache_stream.bench.dropping import droppers, make_editor
 
     spec = EditorSpec.parse(asked)
-    if issubclass(registry.find(spec.name), TokenDropping):
+    if len(droppers(make_editor(spec))) == 1:
         spec = spec.with_keep(keep)
-    return spec, registry.get(spec.name, **spec.params)
+    return spec, make_editor(spec)
 
 
 def _place(options: argparse.Namespace, spec: EditorSpec, editor: Editor) -> AbstractAsyncContextManager[Place]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from lmcache_stream.bench.dropping import kept_tokens
 from lmcache_stream.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from lmcache_stream.bench.datasets import Sample
+    from lmcache_stream.editors import Editor
     from lmcache_stream.geometry import KVGeometry
 
 __all__ = ["bytes_per_token", "check_budget", "check_edit_every", "check_room"]
@@ -56,7 +58,7 @@ def check_edit_every(every: int, samples: Sequence[Sample]) -> None:
 
 
 def check_room(
-    room: int, token_bytes: int, samples: Sequence[Sample], keeps: Sequence[float | int], edit_every: int | None
+    room: int, token_bytes: int, samples: Sequence[Sample], editors: Sequence[Editor], edit_every: int | None
 ) -> None:
     """Refuse an embedded cache in which the prompts' KV does not fit, which lies there between the phases, and the
     edits of all runs beside it.
@@ -65,14 +67,14 @@ def check_room(
         room: Bytes of the cache.
         token_bytes: Bytes of the KV of one token.
         samples: The prompts.
-        keeps: What the editor of each run keeps, a ratio or a count of tokens.
+        editors: The editor of each run.
         edit_every: Tokens between two edits of a decode; None: there are none.
 
     Raises:
         UsageError: It does not fit.
     """
     tokens = sum(len(sample.prompt_token_ids) for sample in samples)
-    edited = sum(_tokens_stored(sample, keep, edit_every) for keep in keeps for sample in samples)
+    edited = sum(_tokens_stored(sample, editor, edit_every) for editor in editors for sample in samples)
     needed = (tokens + edited) * token_bytes
     if needed > room:
         raise UsageError(
@@ -82,9 +84,11 @@ def check_room(
         )
 
 
-def _tokens_stored(sample: Sample, keep: float | int, edit_every: int | None) -> int:
+def _tokens_stored(sample: Sample, editor: Editor, edit_every: int | None) -> int:
     """Tokens at most that the edits of a prompt leave in the cache; every round leaves some, and its prompt's."""
     prompt = len(sample.prompt_token_ids)
-    kept = int(prompt * keep) if isinstance(keep, float) else min(prompt, keep)
-    rounds = (sample.output_len - 1) // edit_every if edit_every else 0
-    return kept + rounds * (int(keep) + (edit_every or 0))
+    kept = kept_tokens(editor, prompt)
+    if edit_every is None:
+        return kept
+    rounds = (sample.output_len - 1) // edit_every
+    return kept + rounds * (kept_tokens(editor, prompt + sample.output_len) + edit_every)

@@ -89,9 +89,8 @@ class Runner:
         if options.edit_every is not None:
             check_edit_every(options.edit_every, samples)
         if self.editors and self.place.room is not None:
-            keeps = [getattr(editor, "keep", 1.0) for editor in self.editors.values()]
             token_bytes = bytes_per_token(self.place.geometry)
-            check_room(self.place.room, token_bytes, samples, keeps, options.edit_every)
+            check_room(self.place.room, token_bytes, samples, [*self.editors.values()], options.edit_every)
 
     async def run(self) -> None:
         """Run everything that is left to do."""

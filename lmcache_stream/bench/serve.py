@@ -249,13 +249,13 @@ def _refuse_a_running_loop() -> None:
 
 def _editors(options: ServeOptions) -> dict[str, Editor]:
     """Editor by name of its run."""
-    from lmcache_stream import editors
+    from lmcache_stream.bench.dropping import make_editor
 
     found: dict[str, Editor] = {}
     for spec in options.editors:
         if str(spec) in found:
             raise UsageError(f"--editor {spec} is there twice")
-        found[str(spec)] = editors.get(spec.name, **spec.params)
+        found[str(spec)] = make_editor(spec)
         if options.edit_every is not None:
             _check_again_and_again(spec, found[str(spec)])
     return found
@@ -263,11 +263,14 @@ def _editors(options: ServeOptions) -> dict[str, Editor]:
 
 def _check_again_and_again(spec: EditorSpec, editor: Editor) -> None:
     """What `--edit-every` cannot be done with."""
-    if isinstance(keep := getattr(editor, "keep", None), float):
-        raise UsageError(
-            f"--edit-every with a ratio drops that share again at each edit, until next to nothing is left of the "
-            f"prompt: give {spec.name} a count of tokens instead of {keep:g}, such as --keep 512"
-        )
+    from lmcache_stream.bench.dropping import droppers
+
+    for keep in (one.keep for one in droppers(editor)):
+        if isinstance(keep, float):
+            raise UsageError(
+                f"--edit-every with a ratio drops that share again at each edit, until next to nothing is left of the "
+                f"prompt: give {spec.name} a count of tokens instead of {keep:g}, such as --keep 512"
+            )
     if "queries" in editor.needs:
         raise UsageError(
             f"--edit-every does not go with {spec.name}: it needs the queries of all tokens, and after the first edit "

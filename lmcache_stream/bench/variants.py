@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from lmcache_stream import editors
 from lmcache_stream.bench.config import EditorSpec
-from lmcache_stream.editors import Editor, LayerScoring, TokenDropping, registry
+from lmcache_stream.bench.dropping import droppers, filled, make_editor
+from lmcache_stream.editors import Editor, LayerScoring, registry
 from lmcache_stream.errors import UsageError
 
 __all__ = ["COMBINATORS", "LeftOut", "Variant", "default_variants", "make_variants"]
@@ -92,45 +93,21 @@ def default_variants(
 
 def _crossed(spec: str, scopes: Sequence[str], keeps: Sequence[float | int], window: int, seed: int) -> list[Variant]:
     asked = EditorSpec.parse(spec)
-    name, given = registry.canonical(asked.name), asked.params
-    own = {key: value for key, value in given.items() if key not in ("keep", "scope")}
-    method = ",".join([name, *(f"{key}={value}" for key, value in own.items())])
-    editor = editors.get(name, **own)
-    dropping = _dropping(editor)
-    if dropping is None:
-        if len(own) < len(given):
-            raise UsageError(f"{name} keeps every token: {spec!r} cannot give it keep or scope")
-        return [Variant(method, _filled(editor, own, seed=seed), None, None)]
-    if "scope" in given:
-        scopes = [given["scope"]]
-    elif not isinstance(dropping, LayerScoring):
-        scopes = [dropping.scope]
-    if "keep" in given:
-        keeps = [given["keep"]]
+    editor = make_editor(asked)
+    own = {key: value for key, value in asked.params.items() if key not in ("keep", "scope")}
+    method = ",".join([registry.canonical(asked.name), *(f"{key}={value}" for key, value in own.items())])
+    dropping = droppers(editor)
+    if len(dropping) != 1:
+        return [Variant(method, filled(editor, own, seed=seed), None, None)]
+    if "scope" in asked.params or not isinstance(dropping[0], LayerScoring):
+        scopes = [dropping[0].scope]
+    if "keep" in asked.params:
+        keeps = [dropping[0].keep]
     return [
-        Variant(method, _filled(editor, own, window=window, seed=seed, keep=keep, scope=scope), keep, scope)
+        Variant(method, filled(editor, own, window=window, seed=seed, keep=keep, scope=scope), keep, scope)
         for keep in keeps
         for scope in scopes
     ]
-
-
-def _dropping(editor: Editor) -> TokenDropping | None:
-    if isinstance(editor, TokenDropping):
-        return editor
-    inner = getattr(editor, "editor", None)
-    return inner if isinstance(inner, TokenDropping) else None
-
-
-def _filled(editor: Editor, given: dict[str, Any], **values: Any) -> Editor:
-    """The editor with those of `values` that it has and that were not given."""
-    inner = _dropping(editor)
-    changes: dict[str, Any]
-    if inner is not None and inner is not editor:
-        changes = {"editor": _filled(inner, {}, **values)}
-    else:
-        known = {field.name for field in dataclasses.fields(editor) if field.init}
-        changes = {name: value for name, value in values.items() if name in known - set(given)}
-    return dataclasses.replace(editor, **changes)
 
 
 def defined(editor: Editor) -> str:

@@ -44,7 +44,9 @@ def test_two_prompts_on_the_embedded_engine(
     assert "of 1 with all of the KV" in printed
 
 
-@pytest.mark.parametrize(("editor", "kept"), [("quantize", 1.0), ("keydiff:keep=0.25,scope=head", 0.25)])
+@pytest.mark.parametrize(
+    ("editor", "kept"), [("quantize", 1.0), ("keydiff:keep=0.25,scope=head", 0.25), ("merge:keep=0.25", 0.25)]
+)
 def test_an_editor_with_its_own_parameters(
     editor: str, kept: float, tiny_model_path: Path, prompts: Path, tmp_path: Path
 ) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from lmcache_stream import editors
 from lmcache_stream.bench.variants import COMBINATORS, default_variants, make_variants
-from lmcache_stream.editors import KeyDiff, Merge, Quantize, SnapKV, StreamingLLM
+from lmcache_stream.editors import Compose, KeyDiff, Merge, Quantize, SnapKV, StreamingLLM
 from lmcache_stream.errors import UsageError
 
 BOTH: dict[str, Any] = {"scopes": ["shared", "head"], "keeps": [0.5, 0.1], "window": 16, "seed": 7}
@@ -48,6 +48,14 @@ def test_editors_around_others_pass_the_budget_on() -> None:
     made = make_variants(["merge", "merge:editor=snapkv,threshold=0.7"], **BOTH)
     assert made[0].editor == Merge(editor=KeyDiff(keep=0.5, window=16))
     assert made[-1].editor == Merge(editor=SnapKV(keep=0.1, scope="head", window=16), threshold=0.7)
+
+
+def test_the_one_editor_that_drops_in_a_composition_takes_the_budget() -> None:
+    (made,) = make_variants(['compose:editors=["quantize", "keydiff"],keep=64,scope=head'], **BOTH)
+    assert made.editor == Compose(editors=(Quantize(), KeyDiff(keep=64, scope="head", window=16)))
+    assert (made.keep, made.scope) == (64, "head")
+    with pytest.raises(UsageError, match="compose has 2 editors inside that drop tokens: it takes no keep"):
+        make_variants(['compose:editors=["random", "keydiff"],keep=64'], **BOTH)
 
 
 def test_editors_that_keep_all_are_measured_once() -> None:

@@ -310,6 +310,15 @@ class TestEditedRuns:
         assert "Over the baseline" in printed
         assert "Time of all edits (s)" in printed
 
+    @pytest.mark.parametrize("given", [{"keep": 0.5}, ROUNDS])
+    def test_the_budget_reaches_the_editor_inside_another(self, at: dict[str, Any], given: dict[str, Any]) -> None:
+        result = bench(**{**at, **given, "compare_baseline": False, "editor": ["merge"]})
+        assert (result["completed"], result["failed"]) == (4, 0), result["errors"]
+        ours = result["lmcache_stream"]
+        assert ours["run"] == f"merge:keep={given['keep']}"
+        assert ours["modify"]["tokens_after"] == 4 * 32
+        assert ours["edit_taken_ratio"] == 1.0
+
     def test_the_embedded_default(self, tiny_model_path: Path) -> None:
         result = bench(model=str(tiny_model_path), **{**EDIT, "num_prompts": 2, "editor": ["snapkv"]})
         assert (result["completed"], result["failed"]) == (2, 0), result["errors"]
@@ -452,7 +461,20 @@ class TestUsage:
             ({"editor": ["knorm:colour=3"], "kv_url": "memory://x"}, "knorm has no parameter colour"),
             ({"editor": ["knorm"], "kv_url": "memory://x", "edit_every": 4, "keep": 0.5}, "such as --keep 512"),
             ({"editor": ["knorm"], "kv_url": "memory://x", "edit_every": 4}, "knorm a count of tokens instead of 0.5"),
+            ({"editor": ["merge"], "kv_url": "memory://x", "edit_every": 4}, "give merge a count of tokens"),
+            (
+                {"editor": ['compose:editors=["quantize","knorm"]'], "kv_url": "memory://x", "edit_every": 4},
+                "give compose a count of tokens instead of 0.5",
+            ),
+            (
+                {"editor": ["quantize"], "kv_url": "memory://x", "keep": 64},
+                "quantize keeps every token: it takes no keep",
+            ),
             ({"editor": ["snapkv:keep=64"], "kv_url": "memory://x", "edit_every": 4}, "does not go with snapkv"),
+            (
+                {"editor": ["merge:editor=snapkv"], "keep": 64, "kv_url": "memory://x", "edit_every": 4},
+                "does not go with merge",
+            ),
             ({"editor": ["knorm", "knorm"], "kv_url": "memory://x"}, "there twice"),
             ({"kv_url": "tcp://127.0.0.1:9", "kv_http_url": "http://127.0.0.1:9"}, "correct --kv-http-url"),
             ({"random_input_len": 5000}, "do not fit the 4,096 that the engine takes"),
