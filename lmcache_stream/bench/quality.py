@@ -127,7 +127,8 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _plan(options: argparse.Namespace) -> tuple[Plan, list[LeftOut]]:
-    registry.find(options.baseline.partition(",")[0])  # raises, with the choices
+    name, *parameters = options.baseline.split(",")
+    registry.find(name)  # raises, with the choices
     crossed: dict[str, Any] = {
         "scopes": options.scope or ["shared"],
         "keeps": options.keep or [0.9, 0.7, 0.5, 0.3, 0.1],
@@ -153,7 +154,7 @@ def _plan(options: argparse.Namespace) -> tuple[Plan, list[LeftOut]]:
         new_tokens=options.new_tokens,
         chunk_size=options.chunk_size,
         window=options.window,
-        baseline=options.baseline,
+        baseline=",".join([registry.canonical(name), *parameters]),
         seed=options.seed,
     )
     return plan, left_out

@@ -330,6 +330,13 @@ def test_ten_texts_from_the_command_line(
     assert "Left out: compose" in out
 
 
+def test_the_baseline_is_found_under_both_spellings(tiny_model_path: Path, tmp_path: Path) -> None:
+    edits = ("--editor", "streaming-llm", "--editor", "keydiff", "--keep", "0.5")
+    quality.run(small(tiny_model_path, tmp_path, *edits, "--baseline", "streaming_llm"))
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert {one["against"] for one in found["comparisons"]} == {"streaming-llm/shared/0.5"}
+
+
 def test_the_command_line_goes_on_from_its_journal(
     tiny_model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
