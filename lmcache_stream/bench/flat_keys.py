@@ -11,8 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from lmcache_stream.bench.figures import deviation, mean, rate
-from lmcache_stream.metrics import percentile
+from lmcache_stream.metrics.statistics import deviation, mean, percentile, rate
 
 if TYPE_CHECKING:
     from lmcache_stream.bench.config import ServeOptions

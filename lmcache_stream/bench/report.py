@@ -8,12 +8,12 @@ from functools import partial
 from string import ascii_uppercase
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from lmcache_stream.bench.figures import rate
 from lmcache_stream.bench.quality_lines import Panel, Quality
 from lmcache_stream.bench.result_file import Distribution, EditsWhileDecodingResult, RunResult, StreamResult
 from lmcache_stream.bench.svg import chart, line_sample
 from lmcache_stream.errors import UsageError
 from lmcache_stream.metrics import Metrics, Section
+from lmcache_stream.metrics.statistics import rate
 from lmcache_stream.plots import plot_latencies, plot_throughput
 from lmcache_stream.plots.look import plain_axes, require_matplotlib, style
 

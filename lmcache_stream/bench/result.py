@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from lmcache_stream.bench.figures import rate
 from lmcache_stream.bench.flat_keys import flat_keys
 from lmcache_stream.bench.records import GENERATE, EditRecord, EditWhileDecoding, Ledger, RequestRecord
 from lmcache_stream.bench.result_file import (
@@ -25,6 +24,7 @@ from lmcache_stream.bench.result_file import (
     write_result,
 )
 from lmcache_stream.bench.runner import BASELINE, SHARED
+from lmcache_stream.metrics.statistics import rate, rate_over_time
 
 if TYPE_CHECKING:
     from lmcache_stream.bench.config import ServeOptions
@@ -170,6 +170,7 @@ def _run_result(
 def _phase_result(outcomes: Sequence[RequestRecord], duration: float) -> PhaseResult:
     good = [one for one in outcomes if not one.error]
     cached = [one.cached_tokens for one in good if one.cached_tokens is not None]
+    arrivals = ((one.start + at, count) for one in outcomes for at, count in one.events)
     return PhaseResult(
         duration=duration,
         completed=len(good),
@@ -183,7 +184,7 @@ def _phase_result(outcomes: Sequence[RequestRecord], duration: float) -> PhaseRe
         itl_ms=Distribution.of(gap for one in good for gap in one.itl),
         itl_spread_ms=Distribution.of(gap for one in good for gap in one.itl_spread),
         e2el_ms=Distribution.of(one.latency for one in good),
-        throughput=_over_time(outcomes, duration),
+        throughput=rate_over_time(arrivals, duration, _POINTS),
     )
 
 
@@ -245,17 +246,6 @@ def _against(one: RunResult, baseline: RunResult) -> RunResult:
             "gain_with_edit_time": one.with_edit_time.output_tokens / base,
         }
     )
-
-
-def _over_time(records: Sequence[RequestRecord], duration: float) -> list[tuple[float, float]]:
-    if duration <= 0:
-        return []
-    width = duration / _POINTS
-    bins = [0] * _POINTS
-    for one in records:
-        for at, count in one.events:
-            bins[min(int((one.start + at) / width), _POINTS - 1)] += count
-    return [((index + 0.5) * width, count / width) for index, count in enumerate(bins)]
 
 
 def _told(options: ServeOptions) -> dict[str, Any]:

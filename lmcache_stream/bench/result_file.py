@@ -14,8 +14,8 @@ from typing import Any, ClassVar, Final
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from lmcache_stream.bench.figures import deviation, mean, percentile_of_sorted
 from lmcache_stream.errors import UsageError
+from lmcache_stream.metrics.statistics import deviation, mean, percentile_of_sorted
 
 __all__ = [
     "SCHEMA_VERSION",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from lmcache_stream.errors import UsageError
+from lmcache_stream.metrics.statistics import rate_over_time
 from lmcache_stream.plots.look import plain_axes, show_legend, style, the_axes
 
 if TYPE_CHECKING:
@@ -65,14 +66,8 @@ def output_throughput(streams: Iterable[StreamPerfMetrics], *, bins: int = 60) -
         raise UsageError(f"bins must be at least 1, not {bins}")
     measured = list(streams)
     first = min((one.start for one in measured), default=0.0)
-    arrivals = [one.start - first + time for one in measured for time in one.times]
-    width = max(arrivals, default=0.0) / bins
-    if width <= 0:
-        return []
-    counts = [0] * bins
-    for at in arrivals:
-        counts[min(int(at / width), bins - 1)] += 1
-    return [((index + 0.5) * width, count / width) for index, count in enumerate(counts)]
+    arrivals = [(one.start - first + time, 1) for one in measured for time in one.times]
+    return rate_over_time(arrivals, max((at for at, _ in arrivals), default=0.0), bins)
 
 
 def plot_throughput(
