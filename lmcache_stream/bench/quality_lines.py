@@ -11,9 +11,11 @@ import msgspec
 
 from lmcache_stream.errors import UsageError
 
-__all__ = ["Panel", "Quality", "read_quality"]
+__all__ = ["SCHEMA", "Panel", "Quality", "line_name", "read_quality"]
 
 SCHEMA: Final = 1
+"""Version of the JSON file's form."""
+
 Points = dict[str, list[tuple[float, float]]]
 
 
@@ -55,10 +57,6 @@ class _Variant(msgspec.Struct):
     method: str
     scope: str | None = None
 
-    @property
-    def line(self) -> str:
-        return self.method if self.scope in (None, "shared") else f"{self.method} by {self.scope}"
-
 
 class _Cell(msgspec.Struct):
     variant: str
@@ -88,6 +86,11 @@ class _Content(msgspec.Struct):
     task_results: list[_Cell]
 
 
+def line_name(method: str, scope: str | None) -> str:
+    """What a line of a method's values is called, in one scope."""
+    return method if scope in (None, "shared") else f"{method} by {scope}"
+
+
 def read_quality(path: Path) -> Quality:
     """Read the JSON file of a measurement of quality. It blocks.
 
@@ -112,7 +115,7 @@ def read_quality(path: Path) -> Quality:
 
 
 def _panels(content: _Content, counted: list[str]) -> Iterator[Panel]:
-    lines = {variant.label: variant.line for variant in content.variants}
+    lines = {variant.label: line_name(variant.method, variant.scope) for variant in content.variants}
     if content.results and content.plan.continuations:
         main = content.plan.continuations[0]
         followed = "the text's own words" if main == "true" else "the model's own"

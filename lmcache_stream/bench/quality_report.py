@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from lmcache_stream.bench import plots
+from lmcache_stream.bench.quality_lines import SCHEMA, line_name
 from lmcache_stream.bench.statistics import Interval, wilson
 from lmcache_stream.bench.summary import QUALIFIES
 from lmcache_stream.bench.tasks import FORMS
@@ -24,10 +25,7 @@ if TYPE_CHECKING:
     from lmcache_stream.bench.experiment import Report, TaskReport
     from lmcache_stream.bench.variants import Variant
 
-__all__ = ["SCHEMA", "show", "to_json", "write_plot"]
-
-SCHEMA: Final = 1
-"""Version of the JSON file's form."""
+__all__ = ["show", "to_json", "write_plot"]
 
 WIDEST: Final = 110
 STATISTICS: Final = (
@@ -132,7 +130,7 @@ def _task_panel(tasks: Sequence[TaskReport], form: str, by_label: dict[str, Vari
 def _lines(points: Iterable[tuple[Variant, float, Interval]]) -> list[plots.Line]:
     lines: dict[str, list[plots.Point]] = {}
     for variant, kept, value in points:
-        name = variant.method if variant.scope in (None, "shared") else f"{variant.method} by {variant.scope}"
+        name = line_name(variant.method, variant.scope)
         lines.setdefault(name, []).append(plots.Point(kept, value.mean, value.low, value.high))
     return [plots.Line(name, at) for name, at in lines.items()]
 
