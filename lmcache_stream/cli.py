@@ -9,9 +9,10 @@ import importlib
 import os
 import sys
 import textwrap
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn, TypeAlias
+
+from lmcache_stream import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -121,7 +122,7 @@ def _parser(arguments: list[str] | None) -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=_Help,
     )
-    parser.add_argument("--version", action="version", version=f"%(prog)s {_version()}")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.set_defaults(parser=parser)
     _add_commands(parser, COMMANDS, arguments)
     return parser
@@ -204,13 +205,6 @@ class _Help(argparse.HelpFormatter):
             paragraph.clear()
             lines.append(line)
         return "\n".join(indent + line for line in lines[:-1])
-
-
-def _version() -> str:
-    try:
-        return version("lmcache-stream")
-    except PackageNotFoundError:
-        return "(not installed)"
 
 
 def _install(error: ImportError) -> str:

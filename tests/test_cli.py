@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_stream import catalogue, cli
+from lmcache_stream import __version__, catalogue, cli
 from lmcache_stream.bench.prompts import Prompt, read_prompts, shipped_prompts
 from lmcache_stream.errors import CacheError, UsageError
 
@@ -105,7 +105,7 @@ except SystemExit:
         with pytest.raises(SystemExit) as end:
             cli.main(["--version"])
         assert end.value.code == 0
-        assert capsys.readouterr().out.startswith("lmcache-stream ")
+        assert capsys.readouterr().out == f"lmcache-stream {__version__}\n"
 
     @pytest.mark.parametrize(
         ("arguments", "said"),

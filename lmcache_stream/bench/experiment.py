@@ -8,13 +8,14 @@ import platform
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import torch
 
+from lmcache_stream import __version__
 from lmcache_stream.bench.journal import Edited, Journal, Outcome, Record
 from lmcache_stream.bench.scoring import Prefilled, Probe, Scores, continue_greedily, prefill, score
 from lmcache_stream.bench.statistics import Interval, wilson
@@ -404,8 +405,8 @@ def _conditions(lm: CausalLM, corpus: Corpus, plan: Plan) -> dict[str, str]:
         "continuations": " ".join(plan.continuations),
         "seed": str(plan.seed),
         "torch": str(torch.__version__),
-        "transformers": _version("transformers"),
-        "lmcache-stream": _version("lmcache-stream"),
+        "transformers": version("transformers"),
+        "lmcache-stream": __version__,
         "python": platform.python_version(),
     }
 
@@ -418,10 +419,3 @@ def _fingerprint(model: Any) -> str:
             digest.update(name.encode())
             digest.update(parameter.flatten()[:256].float().cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"

@@ -9,10 +9,10 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from lmcache_stream import __version__
 from lmcache_stream.bench import announce
 from lmcache_stream.bench.config import EditorSpec, ServeOptions, add_flags, load_options
 from lmcache_stream.bench.interrupts import INTERRUPTED, run_until_interrupt
@@ -148,7 +148,7 @@ class _Bench:
                 samples=prompts,
                 count=len(samples),
                 date=date,
-                version=_version(),
+                version=__version__,
             )
             self.ran = ran
             self._say(f"prompts to {place.model} at {place.engine.base_url}: {len(samples):,}")
@@ -309,10 +309,3 @@ def _short(value: Any) -> str:
 def _file_name(options: ServeOptions, model: str, date: str) -> str:
     bound = f"-concurrency{options.max_concurrency}" if options.max_concurrency is not None else ""
     return f"vllm-{options.request_rate}qps{bound}-{model.rstrip('/').rsplit('/', 1)[-1]}-{date}.json"
-
-
-def _version() -> str:
-    try:
-        return version("lmcache-stream")
-    except PackageNotFoundError:
-        return "0"

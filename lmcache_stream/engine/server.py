@@ -7,12 +7,12 @@ import contextlib
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
+from lmcache_stream import __version__
 from lmcache_stream.engine.generation import Delta, EngineCore, Generation
 from lmcache_stream.engine.protocol import (
     CompletionAnswer,
@@ -111,7 +111,7 @@ class Handlers:
         return web.Response()
 
     async def version(self, http: web.Request) -> web.StreamResponse:
-        return json_response({"version": _VERSION})
+        return json_response({"version": __version__})
 
     async def tokenize(self, http: web.Request) -> web.StreamResponse:
         request = TokenizeRequest.parse(await http.read())
@@ -286,13 +286,3 @@ def error_response(error: RequestError) -> web.Response:
 
 def json_response(body: Any, status: int = 200) -> web.Response:
     return web.Response(body=msgspec.json.encode(body), content_type="application/json", status=status)
-
-
-def _package_version() -> str:
-    try:
-        return version("lmcache-stream")
-    except PackageNotFoundError:
-        return "0"
-
-
-_VERSION = _package_version()  # looked up on disk, which must not happen on the loop
