@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self
+from typing import Self
 
 import msgspec
 
@@ -93,7 +93,6 @@ class Journal:
         self._file: journal.Journal | None = None
         if path is None:
             return
-        _renew_header(path)
         self._file, content = journal.Journal.open(path, {"settings": settings})
         try:
             self._check(path, content.header.get("settings", {}), settings)
@@ -160,16 +159,3 @@ class Journal:
         if self._file is not None:
             self._file.append(item)
             self._file.sync()
-
-
-_OLD_HEADER: Final = b'{"type":"header",'
-
-
-def _renew_header(path: Path) -> None:
-    """Give a journal that was begun before journals had one format the header of that format, in its place."""
-    if not path.exists():
-        return
-    with path.open("r+b") as file:
-        if file.read(len(_OLD_HEADER)) == _OLD_HEADER:
-            file.seek(0)
-            file.write(b'{"journal":%d,' % journal.FORMAT + b"    ")

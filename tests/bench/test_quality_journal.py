@@ -48,19 +48,6 @@ def test_a_broken_last_line_is_dropped_and_written_over(tmp_path: Path) -> None:
         assert journal.get("text", "b") == record("b")
 
 
-def test_a_journal_with_the_header_of_before_goes_on(tmp_path: Path) -> None:
-    path = tmp_path / "journal"
-    with Journal(path, SETTINGS) as journal:
-        journal.add(record("a"))
-    content = path.read_bytes()
-    old = content.replace(b'{"journal":1,', b'{"type":"header",', 1)
-    path.write_bytes(old)
-    for _ in range(2):
-        with Journal(path, SETTINGS) as journal:
-            assert journal.get("text", "a") == record("a")
-    assert len(path.read_bytes()) == len(old)
-
-
 def test_other_conditions_are_refused_by_name(tmp_path: Path) -> None:
     Journal(tmp_path / "journal", SETTINGS).close()
     with pytest.raises(UsageError, match="seed 0, not 1"):
