@@ -1,4 +1,4 @@
-"""Intervals and tests of paired measurements, without scipy."""
+"""Intervals of 95 % and tests of paired measurements, without scipy."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import math
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import Final
 
 __all__ = ["Interval", "holm", "mcnemar", "mean_interval", "samples_needed", "t_quantile", "t_two_sided", "wilson"]
+
+UPPER: Final = 0.975
+"""Probability of what lies below the upper limit of an interval."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +40,7 @@ class Interval:
         return (self.high - self.low) / 2
 
 
-def mean_interval(
-    values: Sequence[float], clusters: Sequence[Hashable] | None = None, *, confidence: float = 0.95
-) -> Interval:
+def mean_interval(values: Sequence[float], clusters: Sequence[Hashable] | None = None) -> Interval:
     """The mean of `values`, with Student's interval and t test against 0; of differences, it is the paired t test.
 
     Values of one cluster, such as passages of one document, may depend on each other: the variance of the mean is then
@@ -48,7 +50,6 @@ def mean_interval(
     Args:
         values: At least one.
         clusters: For each value what it belongs to; None: all are independent.
-        confidence: Probability that the interval covers the mean.
     """
     n = len(values)
     mean = math.fsum(values) / n
@@ -59,14 +60,14 @@ def mean_interval(
     if groups < 2:
         return Interval(mean=mean, low=math.nan, high=math.nan, n=n)
     error = math.sqrt(groups / (groups - 1) * math.fsum(total * total for total in sums.values())) / n
-    half = t_quantile(0.5 + confidence / 2, groups - 1) * error
+    half = t_quantile(UPPER, groups - 1) * error
     p = t_two_sided(mean / error, groups - 1) if error else float(mean == 0)
     return Interval(mean=mean, low=mean - half, high=mean + half, n=n, p=p, sd=error * math.sqrt(n))
 
 
-def wilson(successes: int, n: int, *, confidence: float = 0.95) -> Interval:
+def wilson(successes: int, n: int) -> Interval:
     """The share of successes with Wilson's score interval."""
-    z = NormalDist().inv_cdf(0.5 + confidence / 2)
+    z = NormalDist().inv_cdf(UPPER)
     share = successes / n
     middle = (share + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
@@ -94,10 +95,10 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def samples_needed(sd: float, half_width: float, *, confidence: float = 0.95) -> int:
+def samples_needed(sd: float, half_width: float) -> int:
     """The fewest samples of standard deviation `sd` whose Student interval is at most `half_width` to each side."""
-    n = max(math.ceil((NormalDist().inv_cdf(0.5 + confidence / 2) * sd / half_width) ** 2), 2)
-    while t_quantile(0.5 + confidence / 2, n - 1) * sd / math.sqrt(n) > half_width:
+    n = max(math.ceil((NormalDist().inv_cdf(UPPER) * sd / half_width) ** 2), 2)
+    while t_quantile(UPPER, n - 1) * sd / math.sqrt(n) > half_width:
         n += 1
     return n
 
