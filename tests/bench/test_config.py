@@ -145,6 +145,7 @@ def test_the_environment_takes_words() -> None:
         (["--kv-http-url", "http://localhost:1"], "needs --kv-url"),
         (["--kv-url", "tcp://localhost:1"], "needs the --base-url"),
         (["--random-range-ratio", "1.0"], "--random-range-ratio"),
+        (["--random-range-ratio", "null"], "--random-range-ratio"),
         (["--random-range-ratio", '{"in": 0.1}'], "--random-range-ratio"),
         (["--result-filename", "there/x.json"], "--result-dir"),
         (["--custom-output-len", "0"], "--custom-output-len"),

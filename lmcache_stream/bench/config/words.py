@@ -126,8 +126,8 @@ def percentiles(given: Any) -> Any:
 def ratios(given: Any) -> Any:
     given = json_or_word(given) if isinstance(given, str) else given
     pair = given if isinstance(given, Mapping) else {"input": given, "output": given}
-    ratios = {name: float(pair[name]) if name in pair else 0.0 for name in ("input", "output")}
-    if set(pair) - set(ratios) or not all(0 <= ratio < 1 for ratio in ratios.values()):
+    ratios = {name: pair.get(name, 0.0) for name in ("input", "output")}
+    if set(pair) - set(ratios) or not all(type(ratio) in (int, float) and 0 <= ratio < 1 for ratio in ratios.values()):
         raise ValueError('a ratio is at least 0.0 and less than 1.0: 0.3, or {"input": 0.3, "output": 0.5}')
     return ratios
 

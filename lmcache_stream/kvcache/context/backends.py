@@ -68,6 +68,8 @@ async def open_context(
         raise UsageError(f"url must be a string such as {DEFAULT_URL!r}, not {url!r}")
     if model_name is not None and not is_line(model_name):
         raise UsageError(f"model_name must be the name of the model in the cache, or None, not {model_name!r}")
+    if probe is not None and not callable(probe):
+        raise UsageError(f"probe must be an engine, such as CompletionsClient(base_url), not {type(probe).__name__}")
     check_address(url, "url")
     seconds = check_timeout(timeout)
     opener = await _opener(url)

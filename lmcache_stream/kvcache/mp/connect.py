@@ -6,7 +6,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
-from lmcache_stream.addresses import check_address
+from lmcache_stream.addresses import check_address, shown
 from lmcache_stream.errors import CacheConnectionError, UsageError
 from lmcache_stream.finishing import finish
 from lmcache_stream.geometry import KVGeometry
@@ -73,6 +73,10 @@ async def open_context(
         return max(0.001, min(CONNECT_TIMEOUT, deadline - loop.time()))
 
     check_address(url, "url")
+    if "?" in url or "#" in url:
+        raise UsageError(
+            f"{shown(url)} is followed by parameters, which a cache server's address has not: leave them out"
+        )
     if http_url is None:
         raise UsageError(f"{url} needs the same server's HTTP address: http_url='http://host:8080' (its --http-port)")
     check_http_url(http_url)

@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from lmcache_stream.errors import CacheConnectionError, CacheError, UsageError
+from lmcache_stream.kvcache import aconnect
 from lmcache_stream.kvcache.mp import wire
 from lmcache_stream.kvcache.mp.connect import open_context
 from lmcache_stream.testing.fake_cache_server import FakeCacheServer
@@ -63,6 +64,19 @@ async def test_the_old_route() -> None:
 async def test_no_http_url() -> None:
     with pytest.raises(UsageError, match="http_url="):
         await open_context("tcp://127.0.0.1:1")
+
+
+async def test_an_address_with_parameters_is_refused_and_not_repeated() -> None:
+    with pytest.raises(
+        UsageError, match="parameters, which a cache server's address has not: leave them out"
+    ) as caught:
+        await aconnect("tcp://127.0.0.1:5555?key=hunter2", "http://127.0.0.1:8080")
+    assert "hunter2" not in str(caught.value)
+
+
+async def test_a_probe_that_is_no_engine() -> None:
+    with pytest.raises(UsageError, match=r"probe must be an engine, such as CompletionsClient\(base_url\), not str"):
+        await aconnect("tcp://127.0.0.1:5555", "http://127.0.0.1:8080", probe="http://127.0.0.1:8000")  # type: ignore[arg-type]
 
 
 async def test_a_refused_registration_leaves_nothing(shm_server: FakeCacheServer) -> None:
