@@ -42,6 +42,7 @@ def script(
 ) -> Script:
     short = [Prompt(f"{CONTEXT}{number}?", f"{number}?") for number in range(6)]
     monkeypatch.setattr(lmcache_stream.bench.prompts, "shipped_prompts", lambda: short)
+    monkeypatch.setattr(registry, "_EDITORS", dict(registry._EDITORS))
     return Script(examples, tiny_model_path, monkeypatch, capsys)
 
 
@@ -60,8 +61,7 @@ def test_token_dropping_prints_its_answer_and_the_three_tables(name: str, script
     assert positions == sorted(positions)
 
 
-def test_custom_editor_keeps_half_in_both_ways(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_EDITORS", dict(registry._EDITORS))
+def test_custom_editor_keeps_half_in_both_ways(script: Script) -> None:
     said = script("custom_editor")
     shares = [int(after) / int(before) for after, before in TOKENS.findall(said)]
     assert shares == pytest.approx([0.5, 0.5], abs=0.05)

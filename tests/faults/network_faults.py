@@ -75,7 +75,9 @@ def engine_fails(cause: type[Exception], words: str, arrived: int = 0) -> Raises
 
 
 GONE_WORDS = (NOBODY, "is gone: neither")
-NO_SERVER = Raises(LMCacheStreamError, GONE_WORDS, CacheConnectionError)
+CUT_OFF = Raises(LMCacheStreamError, (*GONE_WORDS, BROKE), CacheConnectionError)
+"""A request that was on its way when the connection went is told so."""
+
 LOST = Raises(LMCacheStreamError, BROKE, CacheConnectionError)
 GONE = Raises(LMCacheStreamError, "is gone: neither", CacheConnectionError)
 
@@ -150,7 +152,7 @@ NETWORK_FAULTS = [
     network(
         "nothing comes back from the cache", "modify", to_cache, lambda link: link.down.hold(), GONE, patience=PATIENCE
     ),
-    network("cache's connections refused", "modify", to_cache, refuse, NO_SERVER, patience=PATIENCE),
+    network("cache's connections refused", "modify", to_cache, refuse, CUT_OFF, patience=PATIENCE),
     network("status of the cache does not come", "modify", to_http, lambda link: link.down.hold(), Survives()),
     network("status of the cache cut half way", "modify", to_http, lambda link: link.down.cut(20, times=9), Survives()),
     network(

@@ -139,7 +139,7 @@ async def test_http_url_and_the_rest_reach_the_backend(
         return MemoryKVCacheContext(EmbeddedCache.open(URL), "m", GEOMETRY)
 
     monkeypatch.setattr("lmcache_stream.kvcache.memory.open_context", spy)
-    probe: Any = object()
+    probe: Any = print
     async with lmc_sdk.aconnect("memory://x", given, "m", 5, geometry=GEOMETRY, probe=probe):
         pass
     assert seen == {

@@ -151,6 +151,7 @@ def test_the_mapping_goes_with_the_last_view(name: str) -> None:
 
 
 def test_no_descriptor_is_kept(name: str, segment: mmap.mmap) -> None:
+    gc.collect()  # of others
     before = len(os.listdir("/proc/self/fd"))
     pool = Pool(name, populate=None)
     with pool.lease() as lease:
