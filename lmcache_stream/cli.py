@@ -97,7 +97,8 @@ def _parsed(arguments: list[str]) -> argparse.Namespace:
     options, unknown = _parser(arguments).parse_known_args(arguments)
     if unknown:
         parser: argparse.ArgumentParser = options.parser
-        parser.error(f"there is no {unknown[0]} here{_meant(unknown[0], parser)}")
+        flag = unknown[0].startswith("-")
+        parser.error(f"there is no {'' if flag else 'argument '}{unknown[0]} here{_meant(unknown[0], parser)}")
     return options
 
 
@@ -111,7 +112,8 @@ def _meant(unknown: str, parser: argparse.ArgumentParser) -> str:
     """A question about the flag that is most like an unknown one."""
     flags = [flag for action in parser._actions for flag in action.option_strings]
     near = difflib.get_close_matches(unknown.partition("=")[0], flags, n=1)
-    return f", is it {near[0]}?" if near else ""
+    behind = [action.help for action in parser._actions if str(action.metavar).startswith("-- ")]
+    return f", is it {near[0]}?" if near else f" ({behind[0]})" if behind else ""
 
 
 def _parser(arguments: list[str] | None) -> argparse.ArgumentParser:

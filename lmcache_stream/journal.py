@@ -208,6 +208,8 @@ def _open(path: Path, flags: int) -> int:
     except FileExistsError:
         raise UsageError(f"{path} exists already: go on with it, or take another name") from None
     except OSError as error:
+        if isinstance(error, FileNotFoundError) and not flags & os.O_CREAT:
+            raise UsageError(f"there is no journal {path} to go on with") from None
         raise UsageError(f"cannot write the journal {path}: {error.strerror}") from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

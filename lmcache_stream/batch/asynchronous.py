@@ -14,6 +14,7 @@ from lmcache_stream.batch.journal import BatchJournal, Call, JournaledPhase
 from lmcache_stream.batch.members import Members
 from lmcache_stream.editors.base import Editor
 from lmcache_stream.errors import LMCacheBatchedStreamError, UsageError
+from lmcache_stream.kvcache.context import check_poll_interval, check_timeout
 from lmcache_stream.metrics import (
     Metrics,
     StreamPerfMetrics,
@@ -302,6 +303,8 @@ class AsyncBatchedStream(Members[AsyncLMCacheStream]):
         timeout: float | None,
         edits: EditsWhileDecoding | None = None,
     ) -> float:
+        if timeout is not None:
+            check_timeout(timeout)
         results: dict[str, StreamPerfMetrics] = {}
         self.perf_metrics = results
         asked: dict[str, Any] = {"generate": dict(sampling_params)}
@@ -325,6 +328,8 @@ class AsyncBatchedStream(Members[AsyncLMCacheStream]):
         poll_interval: float,
     ) -> float:
         check_editor(fn)
+        check_timeout(timeout)
+        check_poll_interval(poll_interval)
         results: dict[str, ModifyReceipt] = {}
         self.receipts = results
         return await self._run_phase(

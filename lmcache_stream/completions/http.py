@@ -216,7 +216,8 @@ class EngineHTTP:
 def _with_next_step(error: EngineResponseError) -> EngineResponseError:
     if error.status in (401, 403):
         step = "give the engine's key as api_key, or set OPENAI_API_KEY to it"
-    elif error.status == 404 and error.type is None:  # an engine that does not know a model says so in OpenAI's shape
+    elif error.status in (405, 501) or (error.status == 404 and (error.type is None or error.message == "Not Found")):
+        # An engine that does not know a model says which.
         step = "is base_url the address of an engine such as vLLM?"
     else:
         return error

@@ -171,7 +171,7 @@ class ExpectedAttention(LayerScoring):
             raise UsageError(
                 "expected-attention needs statistics of the model's queries: pass statistics=, made once by "
                 "QueryStatistics.measure(queries, geometry) from queries of EmbeddedEngine(queries=True), or the path "
-                "of a file that QueryStatistics.save wrote"
+                "of a file that QueryStatistics.save wrote (on a command line, expected-attention:statistics=FILE)"
             )
         if not isinstance(given, QueryStatistics):
             given = QueryStatistics.load(given)

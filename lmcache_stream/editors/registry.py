@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from importlib.metadata import entry_points
 from typing import Any, Final, TypeVar
@@ -75,7 +76,10 @@ def find(name: str) -> type[Editor]:
     for point in entry_points(group=ENTRY_POINTS):
         if canonical(point.name) == canonical(name):
             return _check_class(point.load(), f"entry point {point.name!r} ({point.value})")
-    raise UsageError(f"no editor is called {name!r}: choose from {', '.join(names())}")
+    near = difflib.get_close_matches(canonical(name).lower(), names(), 1)
+    raise UsageError(
+        f"no editor is called {name!r}: choose from {', '.join(names())}{f'; is it {near[0]}?' if near else ''}"
+    )
 
 
 def _check_class(found: object, what: str) -> type[Editor]:

@@ -61,7 +61,8 @@ def load_model(source: str | Path, dtype: torch.dtype) -> Any:
 
 def load_tokenizer(source: str | Path) -> Any:
     """Load a tokenizer from a folder or a hub id."""
-    if isinstance(source, Path) and not source.is_dir():
+    is_path = isinstance(source, Path) or source.startswith(("/", "./", "../", "~"))
+    if is_path and not Path(source).is_dir():
         raise UsageError(f"{source} is no folder: a model is a folder with config.json, weights and tokenizer")
     try:
         return require_transformers().AutoTokenizer.from_pretrained(source)

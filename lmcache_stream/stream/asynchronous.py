@@ -66,7 +66,10 @@ class AsyncLMCacheStream(StreamFace):
                 "a context from `async with aconnect(...)`; LMCacheStream takes one from connect(...)"
             )
         if not callable(post_completion):
-            raise TypeError("post_completion must be callable as (prompt_token_ids, sampling_params, cache_salt)")
+            raise TypeError(
+                f"the second argument is a {type(post_completion).__name__}: it takes what asks the engine, such as "
+                "CompletionsClient(base_url), or a callable (prompt_token_ids, sampling_params, cache_salt)"
+            )
         if on_shortfall not in ("raise", "report"):
             raise UsageError(f'on_shortfall must be "raise" or "report", not {on_shortfall!r}')
         tokens = check_token_ids(prompt_token_ids, "prompt_token_ids")

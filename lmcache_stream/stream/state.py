@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
+import reprlib
 import secrets
 import time
 from dataclasses import dataclass, field, replace
@@ -56,7 +57,8 @@ def check_token_id(token: Any, what: str) -> int:
     try:
         plain = operator.index(token)
     except TypeError:
-        raise UsageError(f"{what} is {token!r}, not a token id") from None
+        nested = ": take one list of ids, not a list of lists" if isinstance(token, list | tuple) else ""
+        raise UsageError(f"{what} is {reprlib.repr(token)}, not a token id{nested}") from None
     if plain < 0:
         raise UsageError(f"{what} is {plain}: a token id is not negative")
     return plain

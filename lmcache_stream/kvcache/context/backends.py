@@ -6,6 +6,7 @@ import asyncio
 import importlib
 import os
 import sys
+from collections.abc import Mapping
 from types import EllipsisType
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -70,6 +71,8 @@ async def open_context(
         raise UsageError(f"model_name must be the name of the model in the cache, or None, not {model_name!r}")
     if probe is not None and not callable(probe):
         raise UsageError(f"probe must be an engine, such as CompletionsClient(base_url), not {type(probe).__name__}")
+    if isinstance(geometry, str | os.PathLike | Mapping):
+        raise UsageError("geometry takes a KVGeometry: KVGeometry.from_config('config.json'), or from_config(mapping)")
     check_address(url, "url")
     seconds = check_timeout(timeout)
     opener = await _opener(url)

@@ -120,7 +120,7 @@ class Session:
         self._looked_up = False
         self._hit: int | None = None
         self._locked = set(range(world_size))
-        self._prepared: dict[int, tuple[CacheKey, Client]] = {}
+        self._prepared: dict[int, tuple[CacheKey, Client, int]] = {}
         self._unanswered: set[int] = set()
         self._early: dict[int, asyncio.Task[Any]] = {}
         self._opened = False
@@ -153,7 +153,7 @@ class Session:
         """Ask where the first `chunks` chunks of `rank` are."""
         self._errand.check()
         key = self._key(rank, chunks * self._chunk_size)
-        self._prepared[rank] = key, client
+        self._prepared[rank] = key, client, client.times_registered
         self._unanswered.add(rank)
         try:
             prepared = await self._late(PREPARE_RETRIEVE, key, client.instance_id, linger=PATIENCE, client=client)
@@ -169,7 +169,7 @@ class Session:
 
     async def commit_retrieve(self, rank: int) -> None:
         """Say that the chunks of `rank` have been read: it unlocks them."""
-        key, client = self._prepared[rank]
+        key, client, _ = self._prepared[rank]
         await self._transport.call(COMMIT_RETRIEVE, key, client.instance_id, timeout=CLEAN_UP, lane=self._lane)
         self._unlocked(rank)
 
@@ -360,10 +360,13 @@ class Session:
     async def _unlock(self, steps: _Steps) -> None:
         if self._hit is None:
             await self._settle_lookup(steps)
-        for rank, (key, client) in list(self._prepared.items()):
+        for rank, (key, client, registered) in list(self._prepared.items()):
             with steps.next("commit_retrieve"):
-                if await self._forgotten(client):
-                    self._unlocked(rank)  # a server that does not know us holds nothing for us, and would not answer
+                if client.times_registered != registered or await self._forgotten(client):
+                    if rank in self._unanswered:
+                        del self._prepared[rank]  # it was refused, and the locks of the lookup are there
+                    else:
+                        self._unlocked(rank)  # who forgets a client lets go of what was prepared for it
                     continue
                 if rank in self._unanswered and self._in_place:
                     # A commit unlocks what was prepared, and says so even if nothing was. To prepare takes no lock.

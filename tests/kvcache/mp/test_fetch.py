@@ -45,6 +45,28 @@ async def test_slots_that_cannot_be_are_not_touched(
     assert torch.equal(await retrieved(shm_ctx, TOKENS), kv)
 
 
+@pytest.mark.parametrize("registered_again", [False, True])
+async def test_a_retrieve_that_was_refused_and_given_up_lets_go_of_what_its_lookup_locked(
+    server: FakeCacheServer, ctx: MPKVCacheContext, registered_again: bool
+) -> None:
+    await ctx.put(made_kv(), TOKENS)
+    await retrieved(ctx, TOKENS)
+    server.forget()
+    asked = server.calls["prepare_retrieve"]
+    given_up = asyncio.create_task(ctx.retrieve(TOKENS, timeout=60))
+    while server.calls["prepare_retrieve"] == asked:  # noqa: ASYNC110  (another thread's state)
+        await asyncio.sleep(0.001)
+    assert server.read_locks == 4
+    if registered_again:
+        reader = ctx._fetcher.reader
+        assert reader is not None
+        await ctx._registry.again(reader, reader.times_registered, timeout=5)
+    given_up.cancel()
+    await asyncio.wait([given_up])
+    await until_let_go(server)
+    assert (server.read_locks, server.wrong_unlocks) == (0, 0)
+
+
 async def test_slots_of_an_earlier_registration_are_not_read(
     shm_server: FakeCacheServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
