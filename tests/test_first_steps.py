@@ -187,6 +187,13 @@ class TestWords:
             (("bench", "quality", "--keep", "1.5"), "'1.5' is not a ratio above 0.0 and up to 1.0, or a count"),
             (("demo", "--editor", "knorm:keep=1.5"), "keep=1.5: a ratio lies in (0, 1]; a token count is an int"),
             (("bench", "sevre"), "invalid choice: 'sevre'"),
+            (
+                ("up", "--model", "m", "--max-num-seqs", "64"),
+                "no --max-num-seqs here (further flags for vLLM, after --)",
+            ),
+            ((*SERVE, "--editor", "streming-llm"), "; is it streaming-llm?"),
+            ((*SERVE, "--editor", "expected-attention"), "on a command line, expected-attention:statistics=FILE"),
+            ((*SERVE, "--resume", "none.journal"), "there is no journal none.journal to go on with"),
         ],
     )
     def test_are_misspelt_or_out_of_range(self, arguments: tuple[str, ...], said: str, refused: Refused) -> None:

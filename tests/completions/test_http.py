@@ -54,6 +54,11 @@ async def test_other_errors_are_final(engine: FakeEngine, client: CompletionsCli
             Reply(status=404, body=b'{"detail": "Not Found"}'),
             "HTTP 404: Not Found; is base_url the address of an engine",
         ),
+        (Reply(status=501, body=b"<h1>no POST</h1>"), "HTTP 501: no POST; is base_url the address of an engine"),
+        (
+            Reply(status=404, body=b'{"error": {"message": "Not Found", "type": "NotFoundError", "code": 404}}'),
+            "HTTP 404: Not Found; is base_url the address of an engine",
+        ),
         (
             Reply(status=404, body=b'{"error": {"message": "no model m", "type": "NotFoundError", "code": 404}}'),
             "HTTP 404: no model m$",

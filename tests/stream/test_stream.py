@@ -585,3 +585,14 @@ async def test_a_stream_shows_what_it_knows(one: Setup) -> None:
     stream = one.stream(10)
     await stream.generate({"max_tokens": 2}, [50])
     assert repr(stream) == (f"AsyncLMCacheStream({stream.stream_id()}, tokens=13, suffix=0, decoded=2, done=False)")
+
+
+async def test_arguments_of_the_wrong_kind_are_named(one: Setup) -> None:
+    address: Any = "http://localhost:8000"
+    with pytest.raises(TypeError, match=r"the second argument is a str: .* such as CompletionsClient\(base_url\)"):
+        AsyncLMCacheStream(one.ctx, address, [1])
+    lists: Any = [list(range(1, 100))]
+    with pytest.raises(
+        UsageError, match=r"prompt_token_ids\[0\] is \[1, 2, .*\.\.\.\], not a token id: take one list of"
+    ):
+        one.stream(lists)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import pytest
 
@@ -72,6 +73,12 @@ async def test_an_address_with_parameters_is_refused_and_not_repeated() -> None:
     ) as caught:
         await aconnect("tcp://127.0.0.1:5555?key=hunter2", "http://127.0.0.1:8080")
     assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize("given", ["config.json", {"num_hidden_layers": 2}])
+async def test_a_geometry_that_has_not_been_read(given: Any) -> None:
+    with pytest.raises(UsageError, match=r"geometry takes a KVGeometry: KVGeometry.from_config\('config.json'\)"):
+        await aconnect("tcp://127.0.0.1:5555", "http://127.0.0.1:8080", geometry=given)
 
 
 async def test_a_probe_that_is_no_engine() -> None:
