@@ -72,8 +72,10 @@ async def test_a_wrong_address_or_key_says_what_to_do(engine: FakeEngine, reply:
             await client.models()
 
 
-async def test_nobody_at_the_address(free_tcp_port: int) -> None:
-    async with CompletionsClient(f"http://127.0.0.1:{free_tcp_port}", retries=0) as client:
+async def test_nobody_at_the_address() -> None:
+    with FakeEngine() as gone:
+        address = gone.base_url
+    async with CompletionsClient(address, retries=0) as client:
         with pytest.raises(EngineConnectionError, match=r"\(is the engine running, and its address right\?\)$"):
             await client.models()
 

@@ -322,6 +322,7 @@ async def test_a_call_is_cancelled_while_it_waits_for_a_connection(tmp_path: Pat
     await transport.close()
 
 
+@pytest.mark.skipif(tuple(map(int, grpc.__version__.split(".")[:2])) < (1, 70), reason="older grpcio keeps it itself")
 async def test_a_cancelled_call_keeps_no_connection_alive(tmp_path: Path) -> None:
     transport = GrpcTransport(f"grpc+unix://{tmp_path}/nobody")
     alive = weakref.ref(transport)
