@@ -99,7 +99,7 @@ def test_going_on_where_this_process_stopped(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="somebody else has written"):
         Journal.go_on(path, size)
     path.unlink()
-    with pytest.raises(UsageError, match="No such file"):
+    with pytest.raises(UsageError, match="there is no journal"):
         Journal.go_on(path, size)
 
 

@@ -487,7 +487,7 @@ class TestUsage:
             ({"base_url": "localhost:8000"}, "--base-url is 'localhost:8000'"),
             ({"kv_url": "nonsense", "kv_http_url": "http://127.0.0.1:9"}, "no cache backend serves 'nonsense'"),
             ({"tokenizer": "/none"}, "--tokenizer /none"),
-            ({"resume": Path("/none.journal.jsonl")}, "cannot write the journal /none"),
+            ({"resume": Path("/none.journal.jsonl")}, "there is no journal /none"),
         ],
     )
     def test_what_is_wrong_is_one_line(self, given: dict[str, Any], said: str, engine: FakeEngine) -> None:
