@@ -194,7 +194,7 @@ class Passes:
         try:
             request.record(item)
         except UsageError as error:
-            if request.consumed:
+            if request.call.consumed:
                 raise self._failed(request, error) from error
             raise
 

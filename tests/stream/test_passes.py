@@ -301,6 +301,20 @@ async def test_a_callers_mistake_after_the_first_token_keeps_what_arrived(one: S
     assert (caught.value.arrived, caught.value.suffix_consumed) == (1, True)
 
 
+async def test_nonsense_at_the_start_of_a_later_pass_keeps_what_arrived(one: Setup) -> None:
+    sent: list[list[int]] = []
+
+    def mistaken(ids: list[int], params: Any, _salt: str) -> Iterator[Any]:
+        sent.append(ids)
+        yield from [TokenEvent(5)] * params["max_tokens"] if len(sent) == 1 else ["x"]
+
+    stream = one.stream(2, mistaken)
+    with pytest.raises(LMCacheStreamError, match="must yield TokenEvent") as caught:
+        await stream.generate({"max_tokens": 9}, [70], edit_every=4, editor=keep)
+    assert (caught.value.arrived, caught.value.suffix_consumed) == (3, True)
+    assert stream.tokens == [0, 1, 70, 5, 5, 5]
+
+
 async def test_a_prompt_under_one_chunk_is_not_edited_before_it_fills_one(one: Setup) -> None:
     stream = one.stream(2)
     await stream.generate({"max_tokens": 5}, edit_every=1, editor=keep)
