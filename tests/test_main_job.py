@@ -169,6 +169,9 @@ async def test_editing_while_decoding_equals_the_same_passes_and_edits_by_hand(s
     assert stream.output_tokens() == by_hand.output_tokens()
     assert (metrics.input_tokens, metrics.cached_tokens, metrics.output_tokens) == (100, 0, 48)
     assert metrics.edit_shortfall == 0
+    assert by_hand.last_metrics is not None
+    assert by_hand.last_metrics.cached_tokens is not None
+    assert by_hand.last_metrics.cached_tokens >= 64
     assert stream.output_tokens() != greedy(stack.engine.model, None, prompt, 48)
 
 
