@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from aiohttp import web
-from servers import Servers, arguments, open_servers
+from servers import Servers, arguments, open_servers, run
 
 from lmcache_stream import AsyncLMCacheStream, Editor, LMCacheError, ModifyReceipt, UsageError, editors
 from lmcache_stream.bench.prompts import Prompt, shipped_prompts
@@ -118,6 +118,6 @@ if __name__ == "__main__":
     parser = arguments(__doc__)
     parser.add_argument("--port", type=int, default=8088, help="port to listen on, 0 for a free one (default: 8088)")
     try:
-        asyncio.run(main(parser.parse_args()))
+        run(main(parser.parse_args()))
     except KeyboardInterrupt:
         print("stopped")

@@ -9,13 +9,12 @@ A line of --prompts is {"context": TEXT, "question": TEXT} or {"prompt": TEXT}; 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from servers import arguments, open_servers
+from servers import arguments, open_servers, run
 
 from lmcache_stream import AsyncBatchedStream, AsyncLMCacheStream, StreamPerfMetrics, plots
 from lmcache_stream.bench.prompts import Prompt, read_prompts, shipped_prompts
@@ -89,7 +88,7 @@ if __name__ == "__main__":
     parser.add_argument("--plot", type=Path, help="draw latencies and throughput into this file")
     options = parser.parse_args()
     prompts = read_prompts(options.prompts) if options.prompts else shipped_prompts()
-    batch, found = asyncio.run(answer(options, prompts))
+    batch, found = run(answer(options, prompts))
     options.out.write_text("".join(json.dumps(each, ensure_ascii=False) + "\n" for each in found), encoding="utf-8")
     if options.plot:
         draw(batch.perf_metrics, options.plot)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from servers import Servers, arguments, open_servers
+from servers import Servers, arguments, open_servers, run
 
 from lmcache_stream import AsyncLMCacheStream, CacheKind, ModifyReceipt, editors, plots
 from lmcache_stream.bench.prompts import Prompt, shipped_prompts
@@ -87,6 +87,6 @@ if __name__ == "__main__":
     parser.add_argument("--scope", choices=scopes, default="head", help="who keeps tokens of its own (default: head)")
     parser.add_argument("--plot", type=Path, help="draw into this file")
     options = parser.parse_args()
-    found = asyncio.run(compare(options, shipped_prompts()[-1]))
+    found = run(compare(options, shipped_prompts()[-1]))
     if options.plot:
         draw(found, options.plot)

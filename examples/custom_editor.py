@@ -6,12 +6,11 @@ python examples/custom_editor.py [--keep RATIO] [--base-url URL --kv-url URL --k
 from __future__ import annotations
 
 import argparse
-import asyncio
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from servers import arguments, open_servers
+from servers import arguments, open_servers, run
 
 from lmcache_stream import AsyncLMCacheStream
 from lmcache_stream.bench.prompts import Prompt, shipped_prompts
@@ -61,4 +60,4 @@ async def main(options: argparse.Namespace, prompt: Prompt) -> None:
 if __name__ == "__main__":
     parser = arguments(__doc__)
     parser.add_argument("--keep", type=float, default=0.5, help="share of the KV to keep (default: 0.5)")
-    asyncio.run(main(parser.parse_args(), shipped_prompts()[-1]))
+    run(main(parser.parse_args(), shipped_prompts()[-1]))

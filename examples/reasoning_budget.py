@@ -7,9 +7,8 @@ python examples/reasoning_budget.py [--budget TOKENS] [--every TOKENS] [--max-to
 from __future__ import annotations
 
 import argparse
-import asyncio
 
-from servers import arguments, open_servers
+from servers import arguments, open_servers, run
 
 from lmcache_stream import AsyncLMCacheStream
 from lmcache_stream.bench.prompts import Prompt
@@ -42,4 +41,4 @@ if __name__ == "__main__":
     parser.add_argument("--budget", type=int, default=96, help="tokens of KV that an edit leaves (default: 96)")
     parser.add_argument("--every", type=int, default=64, help="tokens between two edits (default: 64)")
     parser.add_argument("--max-tokens", type=int, default=320, help="tokens to decode in all (default: 320)")
-    asyncio.run(main(parser.parse_args()))
+    run(main(parser.parse_args()))

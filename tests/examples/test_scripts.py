@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 import lmcache_stream.bench.prompts
-from lmcache_stream import UsageError
 from lmcache_stream.bench.prompts import Prompt
 from lmcache_stream.editors import registry
 from lmcache_stream.testing.fake_cache_server import FakeCacheServer
@@ -108,5 +107,11 @@ def test_batch_many_prompts_runs_on_servers(
 
 
 def test_addresses_go_together(script: Script) -> None:
-    with pytest.raises(UsageError, match="give all three, or none"):
+    with pytest.raises(SystemExit, match="give all three, or none"):
         script("custom_editor", "--base-url", "http://127.0.0.1:9")
+
+
+@pytest.mark.parametrize("name", ["batch_many_prompts", "compare_editors", "custom_editor"])
+def test_what_was_asked_for_wrongly_ends_a_script_with_a_line(name: str, script: Script) -> None:
+    with pytest.raises(SystemExit, match="keep"):
+        script(name, "--keep", "7.5")
