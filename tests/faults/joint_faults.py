@@ -23,7 +23,7 @@ from lmcache_stream.testing import End, Reply
 
 from .cache_faults import NOBODY, PATIENCE, cancel_when_struck, evict_all, kill, release, restart, strikes
 from .engine_faults import IMPATIENT, ONCE, comes_up, goes_down, replies, restarts
-from .network_faults import heal
+from .network_faults import drop_idle, heal
 from .outcome import PICKLE, SHARED, Fault, Order, Raises, Survives
 from .stack import MODEL, Stack, says
 
@@ -60,7 +60,7 @@ def slow_cache(stack: Stack) -> None:
 
 
 async def drop_cache(stack: Stack) -> None:
-    await stack.cache_proxy.drop()
+    await drop_idle(stack.cache_proxy)
 
 
 def restart_when_stalled(stack: Stack, task: asyncio.Task[None]) -> Any:

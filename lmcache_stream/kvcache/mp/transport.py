@@ -117,7 +117,12 @@ def silence(url: str, operation: Operation[Any], timeout: float, *, alive: bool)
 
 
 class _Lane:
-    """One DEALER socket, its monitor, and what waits to be sent on it. Belongs to the I/O thread."""
+    """One DEALER socket, its monitor, and what waits to be sent on it. Belongs to the I/O thread.
+
+    Attributes:
+        connected: Whether there is a connection, as its monitor tells it. For an instant after a connection has gone,
+            its socket still takes messages, which nobody gets and nobody hears of any more.
+    """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], url: str, longest: int) -> None:
         self.socket = context.socket(zmq.DEALER)
@@ -128,8 +133,9 @@ class _Lane:
         self.socket.immediate = 1
         self.socket.reconnect_ivl = 50
         self.socket.reconnect_ivl_max = 1000
-        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         self.monitor.linger = 0
+        self.connected = False
         self.waiting: deque[_Request] = deque()
         self.socket.connect(url)
 
@@ -275,7 +281,7 @@ class ZmqTransport:
                     if lane.socket in events:
                         self._receive(lane, done)
                     if lane.monitor in events:
-                        self._lost(number, lane, done)
+                        self._note_connection(number, lane, done)
                     flags = zmq.POLLIN if self._send(lane) else zmq.POLLIN | zmq.POLLOUT
                     poller.modify(lane.socket, flags)
                 self._complete(done)
@@ -292,9 +298,12 @@ class ZmqTransport:
             self._complete([(request, gone) for request in list(self._pending.values())])
 
     def _send(self, lane: _Lane) -> bool:
+        """Send what waits; False where the socket is to tell when it takes more."""
         while lane.waiting:
             request = lane.waiting[0]
             if request.uid in self._pending:
+                if not lane.connected:
+                    return True
                 try:
                     lane.socket.send_multipart(request.frames, zmq.NOBLOCK, copy=False)
                 except zmq.Again:
@@ -327,10 +336,13 @@ class ZmqTransport:
             else:
                 done.append((request, result))
 
-    def _lost(self, number: int, lane: _Lane, done: list[tuple[_Request, _Outcome]]) -> None:
+    def _note_connection(self, number: int, lane: _Lane, done: list[tuple[_Request, _Outcome]]) -> None:
         with contextlib.suppress(zmq.Again):
             while True:
-                recv_monitor_message(lane.monitor, zmq.NOBLOCK)
+                event = recv_monitor_message(lane.monitor, zmq.NOBLOCK)["event"]
+                lane.connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+                if lane.connected:
+                    continue
                 # A server knows a connection that comes back as a new one: what it was to answer is lost.
                 for request in list(self._pending.values()):
                     if request.lane == number and request.sent and self._pending.pop(request.uid, None) is not None:

@@ -13,7 +13,7 @@ from lmcache_stream.errors import CacheTimeout, EngineResponseError, GeometryErr
 from lmcache_stream.geometry import KVGeometry
 from lmcache_stream.kvcache.mp.codec import Codec, CPUPacked, Fused, Split
 from lmcache_stream.kvcache.mp.probe import SPAN, probe, probe_prompt
-from lmcache_stream.transfer import default_executor
+from lmcache_stream.transfer import TransferExecutor, default_executor
 from lmcache_stream.types import PostCompletion, TokenEvent
 
 from .models import CHUNK, codec_of, config_of, geometry_of, kv_of, plain, prompt, rotary_of, stored
@@ -39,13 +39,16 @@ class Cache:
 
     model_name = "a model"
     chunk_size = CHUNK
-    executor = default_executor()
 
     def __init__(self, geometry: KVGeometry | None, ranks: list[list[Tensor]], covered: int | None = None) -> None:
         self.geometry = geometry
         self.ranks = ranks
         self.covered = covered
         self.asked: list[tuple[list[int], str]] = []
+
+    @property
+    def executor(self) -> TransferExecutor:
+        return default_executor()
 
     async def wait_for(self, tokens: Sequence[int], *, timeout: float, cache_salt: str = "") -> int:
         self.asked.append((list(tokens), cache_salt))

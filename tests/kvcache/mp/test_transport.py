@@ -4,16 +4,21 @@ import asyncio
 import gc
 import os
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import msgspec
 import pytest
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from lmcache_stream.errors import CacheConnectionError, CacheProtocolError, CacheTimeout, UsageError
+from lmcache_stream.kvcache.mp import transport as transports
 from lmcache_stream.kvcache.mp import wire
 from lmcache_stream.kvcache.mp.transport import Transport, ZmqTransport, open_transport, schemes
+from lmcache_stream.testing import TcpProxy
 from lmcache_stream.testing.fake_cache_server import FakeCacheServer
 
 
@@ -117,6 +122,43 @@ async def test_calls_in_flight_fail_when_the_connection_breaks(server: FakeCache
         await call
     assert await transport.call(wire.GET_CHUNK_SIZE, timeout=5) == 32
     await transport.close()
+
+
+async def test_nothing_is_sent_between_two_connections(
+    server: FakeCacheServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For an instant after a connection has gone, its socket takes what nobody will get."""
+    async with TcpProxy(server.url) as proxy:
+        transport = ZmqTransport(proxy.url, lanes=0)
+        loop = asyncio.get_running_loop()
+        log: list[str] = []
+        calls: list[Future[str]] = []
+        send_multipart = zmq.Socket.send_multipart
+
+        def heard(*args: Any) -> Any:
+            message = recv_monitor_message(*args)
+            log.append("gone" if message["event"] == zmq.EVENT_DISCONNECTED else "back")
+            if log[-1] == "gone":
+                calls.append(asyncio.run_coroutine_threadsafe(transport.call(wire.NOOP, timeout=10), loop))
+                while not transport._outbox and not calls[-1].done():
+                    time.sleep(0.001)
+            return message
+
+        def sent(socket: zmq.Socket[bytes], *args: Any, **more: Any) -> Any:
+            if socket.type == zmq.DEALER:
+                log.append("sent")
+            return send_multipart(socket, *args, **more)
+
+        await transport.call(wire.NOOP, timeout=5)
+        monkeypatch.setattr(transports, "recv_monitor_message", heard)
+        monkeypatch.setattr(zmq.Socket, "send_multipart", sent)
+        await proxy.drop()
+        while not calls:  # noqa: ASYNC110  (a thread says so)
+            await asyncio.sleep(0.001)
+        await asyncio.wrap_future(calls[0])
+        await transport.close()
+    assert log[:2] == ["gone", "back"]
+    assert "sent" in log
 
 
 async def test_nobody_there_and_then_somebody() -> None:
