@@ -12,6 +12,7 @@ import pytest
 import torch
 from blockbuster import blockbuster_ctx
 
+from lmcache_stream import transfer
 from lmcache_stream.errors import UsageError
 from lmcache_stream.transfer import TransferExecutor, default_executor
 
@@ -227,12 +228,14 @@ def test_the_default_executor_is_one_for_all_loops_and_threads() -> None:
     assert asyncio.run(first.run(os.getpid)) == asyncio.run(first.run(os.getpid)) == os.getpid()
 
 
-def test_a_closed_default_executor_is_replaced() -> None:
+def test_a_closed_default_executor_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "_default", None)  # others go on with theirs
     first = default_executor()
     first.close()
     second = default_executor()
     assert second is not first
     assert second.submit(int).result(30) == 0
+    second.close()
 
 
 async def test_an_executor_that_is_let_go_leaves_no_thread() -> None:
