@@ -59,11 +59,11 @@ def ensure_smollm2(models_dir: str | Path | None = None, *, announce: Callable[[
     if is_whole(folder):
         return folder
     require_conversion_packages()
-    if announce is not None:
-        announce(f"Fetching and converting {NAME}, once, into {folder.parent}.")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         require_room(folder.parent)
+        if announce is not None:
+            announce(f"Fetching and converting {NAME}, once, into {folder.parent}.")
         with tempfile.TemporaryDirectory(prefix=".fetching-", dir=folder.parent) as scratch:
             gguf = fetch_gguf(Path(scratch))
             made = Path(scratch) / NAME

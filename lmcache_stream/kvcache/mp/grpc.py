@@ -19,6 +19,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 from lmcache_stream import observe
 from lmcache_stream.errors import CacheConnectionError, CacheError, CacheProtocolError, CacheTimeout, UsageError
+from lmcache_stream.kvcache.mp.transport import CONNECT_GRACE, UNHEARD
 from lmcache_stream.kvcache.mp.wire import (
     OPERATIONS,
     PREPARE_RETRIEVE,
@@ -44,9 +45,6 @@ R = TypeVar("R")
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-CONNECT_GRACE = 4.0
-"""Seconds that a request waits for a connection that is not there."""
-
 LONGEST_REQUEST = (1 << 31) - (1 << 26)
 """Bytes of chunks in a request: protobuf has no message of 2 GiB, and one says more than the chunks."""
 
@@ -58,6 +56,10 @@ OPTIONS = (
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.enable_http_proxy", 0),
+    # The time-out also bounds how long the system waits for an acknowledgement, but only where there are pings. Servers
+    # turn away who pings more often than every five minutes; calls are over by then.
+    ("grpc.keepalive_time_ms", 310_000),
+    ("grpc.keepalive_timeout_ms", int(1000 * UNHEARD)),
 )
 
 SCALARS = dict(descriptor_pb2.FieldDescriptorProto.Type.items())

@@ -35,6 +35,10 @@ PATIENCE = 1.0
 CONNECT_GRACE = 4.0
 """Seconds that a request waits for a connection that is not there."""
 
+UNHEARD = 10.0
+"""Seconds without any acknowledgement after which a connection is given up and made again. Otherwise the system tries
+for a quarter of an hour, in longer and longer pauses, where the other machine is gone or a router has forgotten us."""
+
 LONGEST_ANSWER = 1 << 24
 """Bytes of a frame on the control connection, which carries no chunks."""
 
@@ -133,6 +137,11 @@ class _Lane:
         self.socket.immediate = 1
         self.socket.reconnect_ivl = 50
         self.socket.reconnect_ivl_max = 1000
+        self.socket.connect_timeout = int(1000 * CONNECT_GRACE)
+        self.socket.tcp_maxrt = int(1000 * UNHEARD)
+        self.socket.tcp_keepalive = 1
+        self.socket.tcp_keepalive_idle = int(UNHEARD)
+        self.socket.tcp_keepalive_intvl = int(UNHEARD / 3)
         self.monitor = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         self.monitor.linger = 0
         self.connected = False

@@ -15,7 +15,7 @@ import pytest
 
 from lmcache_stream.errors import CacheConnectionError, CacheError, CacheProtocolError, CacheTimeout, UsageError
 from lmcache_stream.kvcache.mp.grpc import CLIENT_ID, METHODS, GrpcTransport, decode_response, encode_request
-from lmcache_stream.kvcache.mp.transport import Transport, open_transport
+from lmcache_stream.kvcache.mp.transport import UNHEARD, Transport, open_transport
 from lmcache_stream.kvcache.mp.wire import (
     COMMIT_RETRIEVE,
     COMMIT_STORE,
@@ -42,6 +42,8 @@ from lmcache_stream.kvcache.mp.wire import (
     Slot,
     StoreSlots,
 )
+
+from .sockets import patience, sockets_to
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -254,6 +256,14 @@ async def test_nobody_there(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CacheConnectionError, match=rf"no cache server answers at {url} .*--transport grpc"):
         await transport.call(NOOP, timeout=30)
     await transport.close()
+
+
+async def test_a_connection_that_nobody_acknowledges_is_given_up() -> None:
+    async with serving(Server(), lanes=1) as transport:
+        for lane in (0, 1):
+            await transport.call(NOOP, timeout=10, lane=lane)
+        kept = [patience(each) for each in sockets_to(int(transport.url.rpartition(":")[2]))]
+        assert kept == [UNHEARD] * 2
 
 
 async def test_a_server_that_went_away_and_came_back(tmp_path: Path) -> None:

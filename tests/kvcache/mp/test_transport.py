@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -17,9 +18,11 @@ from zmq.utils.monitor import recv_monitor_message
 from lmcache_stream.errors import CacheConnectionError, CacheProtocolError, CacheTimeout, UsageError
 from lmcache_stream.kvcache.mp import transport as transports
 from lmcache_stream.kvcache.mp import wire
-from lmcache_stream.kvcache.mp.transport import Transport, ZmqTransport, open_transport, schemes
+from lmcache_stream.kvcache.mp.transport import UNHEARD, Transport, ZmqTransport, open_transport, schemes
 from lmcache_stream.testing import TcpProxy
 from lmcache_stream.testing.fake_cache_server import FakeCacheServer
+
+from .sockets import patience, sockets_to
 
 
 @pytest.fixture
@@ -144,10 +147,10 @@ async def test_nothing_is_sent_between_two_connections(
                     time.sleep(0.001)
             return message
 
-        def sent(socket: zmq.Socket[bytes], *args: Any, **more: Any) -> Any:
-            if socket.type == zmq.DEALER:
+        def sent(to: zmq.Socket[bytes], *args: Any, **more: Any) -> Any:
+            if to.type == zmq.DEALER:
                 log.append("sent")
-            return send_multipart(socket, *args, **more)
+            return send_multipart(to, *args, **more)
 
         await transport.call(wire.NOOP, timeout=5)
         monkeypatch.setattr(transports, "recv_monitor_message", heard)
@@ -159,6 +162,19 @@ async def test_nothing_is_sent_between_two_connections(
         await transport.close()
     assert log[:2] == ["gone", "back"]
     assert "sent" in log
+
+
+async def test_a_connection_that_nobody_acknowledges_is_given_up(server: FakeCacheServer) -> None:
+    """Where the other machine is gone without a word, the system would try for a quarter of an hour."""
+    transport = ZmqTransport(server.url, lanes=1)
+    for lane in (0, 1):
+        await transport.call(wire.NOOP, timeout=5, lane=lane)
+    kept = [
+        (patience(each), each.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE))
+        for each in sockets_to(int(server.url.rpartition(":")[2]))
+    ]
+    assert kept == [(UNHEARD, 1)] * 2
+    await transport.close()
 
 
 async def test_nobody_there_and_then_somebody() -> None:
