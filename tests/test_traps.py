@@ -219,6 +219,13 @@ TRAPS: dict[str, tuple[str, ...]] = {
         "kvcache/mp/test_judge.py::test_reads_mla",
         "editors/test_editors.py::test_mla_works_or_is_refused",
     ),
+    "a request is put between two connections, where nobody gets it": (
+        "kvcache/mp/test_transport.py::test_nothing_is_sent_between_two_connections",
+    ),
+    "a server that is gone without a word is talked to for a quarter of an hour": (
+        "kvcache/mp/test_transport.py::test_a_connection_that_nobody_acknowledges_is_given_up",
+        "kvcache/mp/test_grpc.py::test_a_connection_that_nobody_acknowledges_is_given_up",
+    ),
     # Batches and reports
     "one failing stream takes everybody's results away": (
         "batch/test_phases.py::test_what_succeeded_keeps_its_metrics",
