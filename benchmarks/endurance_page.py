@@ -109,10 +109,10 @@ def section(found: Mapping[str, Any]) -> str:
         lines.append(markdown_row(("lines and branches (`make coverage`)", much, taken)))
     if rounds := found.get("repeats"):
         much = f"{len(rounds)} times in a row, {sum(one['seconds'] for one in rounds) / 60:.0f} minutes"
-        passed = " + ".join(f"{one['passed']:,}" for one in rounds)
+        passed = sum(one["passed"] for one in rounds)
         failed = sum(one["failed"] for one in rounds)
         what = "all tests, in another order each time, two at a time (`make repeats`)"
-        lines.append(markdown_row((what, much, f"{passed} passed, {failed} failed")))
+        lines.append(markdown_row((what, much, f"{passed:,} passed, {failed} failed")))
     return "\n".join([*lines, "", f"On {found['machine']['cpu']}, {found['machine']['cores']} cores."])
 
 

@@ -49,16 +49,17 @@ def test_the_page_shows_what_was_found(endurance_page: ModuleType, recorded: Any
 
 
 def test_what_was_found_is_good_enough(recorded: Any) -> None:
-    soak = recorded["soak-real"]
-    assert soak["ok"]
-    assert soak["seconds"] >= 30 * 60
+    for name, minutes in (("soak-real", 30),):
+        assert recorded[name]["ok"]
+        assert recorded[name]["seconds"] >= 60 * minutes
     assert all(
         fuzz["seconds"] >= 600 and not fuzz["findings"] for fuzz in (recorded["fuzz-sse"], recorded["fuzz-wire"])
     )
     assert recorded["mutation"]["killed"] >= 0.85 * recorded["mutation"]["mutants"]
     assert recorded["coverage"]["percent"] >= 95
     assert recorded["coverage-core"]["percent"] == 100
-    assert all(one["failed"] == 0 for one in recorded.get("repeats", ()))
+    assert [one["failed"] for one in recorded["repeats"]] == [0] * 5
+    assert all(one["passed"] >= 4000 for one in recorded["repeats"])
 
 
 def test_what_the_targets_leave_is_read(endurance_page: ModuleType, tmp_path: Path) -> None:
