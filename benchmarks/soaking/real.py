@@ -46,6 +46,8 @@ DECODED = 16
 TROUBLE_EVERY = 3.0
 RECOVERY_S = 180.0
 OF_SESSIONS = ("active_sessions", "active_prefetch_jobs")
+OF_LOCKS = {"read_locked_count": "may_hold_locks", "write_locked_count": "may_hold_slots"}
+"""What the server counts of both clients together, and what tells whether any of it can be ours."""
 PREFILL: dict[str, Any] = {"max_tokens": 1, "temperature": 0}
 
 
@@ -172,7 +174,7 @@ class RealWorld(World):
         calm_s: float = 20,
     ) -> None:
         self.streams, self.storm_s, self.calm_s = streams, storm_s, calm_s
-        self.lives = 0
+        self.lives = 0  # one more when the cache server is killed, and when it runs again
         self._tally = tally
         self._chance = random.Random(seed)
         self._given = model, log_dir, shared_memory
@@ -180,7 +182,7 @@ class RealWorld(World):
         self._references: list[Reference] = []
         self._jobs = 0
         self._ties = 0
-        self._sessions: list[str] = []
+        self._sessions: dict[str, bool] = {}
         self._of_engine: Counter[str] = Counter()
 
     async def __aenter__(self) -> Self:
@@ -192,12 +194,39 @@ class RealWorld(World):
         return self
 
     async def _start(self) -> None:
-        sessions = self._sessions
+        sessions, world = self._sessions, self
 
         class Noted(Session):
+            """Known by its id, with whether the server has let go of all its locks, or is not the one that had them."""
+
+            _answer: int | None = 0
+            _life = 1
+
             def __init__(self, *args: Any, **options: Any) -> None:
                 super().__init__(*args, **options)
-                sessions.append(self._request_id)
+                sessions[self._request_id] = False
+
+            async def lookup(self) -> int:
+                try:
+                    return await super().lookup()
+                finally:
+                    self._life = world.lives
+
+            async def _wait(self, seconds: float, timeout: float) -> int | None:
+                self._answer = await super()._wait(seconds, timeout)
+                return self._answer
+
+            async def _unlock(self, steps: Any) -> None:
+                failed = len(steps.failed)
+                await super()._unlock(steps)
+                unlocked = not {"free_lookup_locks", "wait_prefetch_status"} & set(steps.failed[failed:])
+                gone = world.lives != self._life or self._life % 2 == 1
+                sessions[self._request_id] = gone or (unlocked and self._answer is not None)
+
+            async def _release(self) -> None:
+                if not self._looked_up:
+                    sessions[self._request_id] = True
+                await super()._release()
 
         self._exits.callback(setattr, lookup, "Session", Session)
         vars(lookup)["Session"] = Noted
@@ -294,9 +323,9 @@ class RealWorld(World):
         except TimeoutError:
             return False
         except EngineError:
-            # LMCache's connector ends the whole vLLM when the cache server dies under a store of its own. What that
-            # vLLM had locked and reserved would stay at the cache for minutes.
-            self._count("engine: ended by itself after the cache was killed, both started again")
+            # A request whose client goes away while its KV is loaded or stored ends the whole vLLM (vllm#43226). What
+            # that vLLM had locked and reserved would stay at the cache for minutes.
+            self._count("engine: ended by itself (vllm#43226), both started again")
             await self._stack.process.stop()
             await self._restart_cache()
             await self._stack.process.start()
@@ -331,7 +360,8 @@ class RealWorld(World):
         """Ask the server to let go of every session that a client of ours ever had: what goes then was ours.
 
         vLLM leaves lookups of its own behind when its cache server restarts: they come in before it has registered
-        again, and it does not fetch their answers.
+        again, and it does not fetch their answers. It leaves their locks as well, and those of requests whose client
+        went away. Locks are vLLM's if the server told each session of ours that it let go of its own.
         """
         letting_go: tuple[Operation[Any], ...] = (QUERY_PREFETCH_STATUS, END_SESSION)
         for session in self._sessions:
@@ -339,11 +369,25 @@ class RealWorld(World):
                 with contextlib.suppress(CacheError):
                     await self._ctx._transport.call(operation, session, timeout=5)
         left = await self.held()
-        for name, count in left.items():
-            if name in OF_SESSIONS:
-                self._of_engine[name] = max(self._of_engine[name], count)
-        ours = {name: count - (left.get(name, 0) if name in OF_SESSIONS else 0) for name, count in held.items()}
+        of_engine = {
+            name: count
+            for name, count in left.items()
+            if name in OF_SESSIONS or (name in OF_LOCKS and not getattr(self, OF_LOCKS[name]))
+        }
+        for name, count in of_engine.items():
+            self._of_engine[name] = max(self._of_engine[name], count)
+        ours = {name: count - of_engine.get(name, 0) for name, count in held.items()}
         return {name: count for name, count in ours.items() if count > 0}
+
+    @property
+    def may_hold_locks(self) -> bool:
+        """Whether a session of ours may have left locks at the server that runs now."""
+        return not all(self._sessions.values())
+
+    @property
+    def may_hold_slots(self) -> bool:
+        """Whether a store of ours may have left something reserved at the server that runs now."""
+        return any(client.lost or client.writing for client in self._ctx._registry._clients.values())
 
     def owns(self, segment: str) -> bool:
         return hasattr(self, "_stack") and segment in self._stack.cache.options.segments

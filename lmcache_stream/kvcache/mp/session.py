@@ -398,6 +398,7 @@ class _Steps:
 
     def __init__(self) -> None:
         self.broken = 0
+        self.failed: list[str] = []
 
     @contextlib.contextmanager
     def next(self, name: str) -> Iterator[None]:
@@ -405,4 +406,5 @@ class _Steps:
             yield
         except CacheError as error:
             logger.debug("%s while cleaning up: %s", name, error)
+            self.failed.append(name)
             self.broken += isinstance(error, CacheConnectionError)
