@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import os
+import statistics
 import threading
 import time
 from collections import Counter
@@ -93,14 +95,13 @@ class Memory:
         return self.samples[int(len(self.samples) * self.warm_up) :]
 
     def slope(self) -> float:
-        """Bytes a second after the warm-up, by least squares; 0 for fewer than three samples."""
+        """Bytes a second after the warm-up, 0 for fewer than three samples: the median over all pairs (Theil and Sen),
+        which one sample that is given back again does not move."""
         counted = self.after_warm_up()
         if len(counted) < 3:
             return 0.0
-        mean_at = sum(at for at, _ in counted) / len(counted)
-        mean = sum(size for _, size in counted) / len(counted)
-        spread = sum((at - mean_at) ** 2 for at, _ in counted)
-        return sum((at - mean_at) * (size - mean) for at, size in counted) / spread if spread else 0.0
+        pairs = itertools.combinations(counted, 2)
+        return statistics.median((size - before) / (at - since) for (since, before), (at, size) in pairs)
 
     def growth(self) -> float:
         """Bytes by which memory grew after the warm-up, along the slope."""

@@ -97,6 +97,9 @@ def test_memory_that_grows_is_seen_after_the_warm_up(parts: Any) -> None:
     memory.samples = [*warm_up, *((30.0 + 10 * at, (300 << 20) + (at << 20)) for at in range(6))]
     assert memory.slope() * 60 == pytest.approx(6 << 20)
     assert memory.growth() == pytest.approx(5 << 20)
+    at, size = memory.samples[-2]
+    memory.samples[-2] = at, size + (200 << 20)  # given back by the next look
+    assert memory.growth() == pytest.approx(5 << 20)
     memory.samples = warm_up
     assert memory.growth() == 0
 
