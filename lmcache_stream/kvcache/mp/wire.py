@@ -110,9 +110,12 @@ class Registration(msgspec.Struct, frozen=True):
 
 
 class Registered(msgspec.Struct, frozen=True):
-    """The server's shared-memory segment: its name, empty without shared memory, and its bytes."""
+    """The server's shared-memory segment: its name, empty without shared memory, and its bytes.
 
-    shm_name: str = ""
+    The name has to be there: taken to have none, a server would publish slots that nobody writes.
+    """
+
+    shm_name: str
     pool_size: int = 0
 
 

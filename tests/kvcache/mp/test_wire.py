@@ -117,7 +117,13 @@ def test_two_frames_mean_nothing() -> None:
 
 
 def test_unknown_fields_are_left_aside() -> None:
-    assert wire.decode_result(wire.REGISTER, encode({"shm_name": "", "newer": [1]})) == wire.Registered()
+    assert wire.decode_result(wire.REGISTER, encode({"shm_name": "", "newer": [1]})) == wire.Registered("")
+
+
+def test_a_registration_that_names_no_segment_is_not_taken_for_one_without_shared_memory() -> None:
+    """What is stored on would be published unwritten."""
+    with pytest.raises(CacheProtocolError, match="register"):
+        wire.decode_result(wire.REGISTER, encode({"surprise": ["a", "b"]}))
 
 
 def test_pickled_chunks_are_not_copied() -> None:
