@@ -46,8 +46,6 @@ DECODED = 16
 TROUBLE_EVERY = 3.0
 RECOVERY_S = 180.0
 OF_SESSIONS = ("active_sessions", "active_prefetch_jobs")
-OF_LOCKS = {"read_locked_count": "may_hold_locks", "write_locked_count": "may_hold_slots"}
-"""What the server counts of both clients together, and what tells whether any of it can be ours."""
 PREFILL: dict[str, Any] = {"max_tokens": 1, "temperature": 0}
 
 
@@ -369,11 +367,12 @@ class RealWorld(World):
                 with contextlib.suppress(CacheError):
                     await self._ctx._transport.call(operation, session, timeout=5)
         left = await self.held()
-        of_engine = {
-            name: count
-            for name, count in left.items()
-            if name in OF_SESSIONS or (name in OF_LOCKS and not getattr(self, OF_LOCKS[name]))
+        may_be_ours = {
+            **dict.fromkeys(OF_SESSIONS, False),
+            "read_locked_count": self.may_hold_locks,
+            "write_locked_count": self.may_hold_slots,
         }
+        of_engine = {name: count for name, count in left.items() if not may_be_ours.get(name, True)}
         for name, count in of_engine.items():
             self._of_engine[name] = max(self._of_engine[name], count)
         ours = {name: count - of_engine.get(name, 0) for name, count in held.items()}

@@ -49,9 +49,9 @@ def test_the_page_shows_what_was_found(endurance_page: ModuleType, recorded: Any
 
 
 def test_what_was_found_is_good_enough(recorded: Any) -> None:
-    for name, minutes in (("soak-real", 30),):
-        assert recorded[name]["ok"]
-        assert recorded[name]["seconds"] >= 60 * minutes
+    soak = recorded["soak-real"]
+    assert soak["ok"]
+    assert soak["seconds"] >= 30 * 60
     assert all(
         fuzz["seconds"] >= 600 and not fuzz["findings"] for fuzz in (recorded["fuzz-sse"], recorded["fuzz-wire"])
     )
