@@ -71,6 +71,8 @@ class Client:
         times_asked: How often it was asked for.
         asking: How many times it is being asked for now.
         times_registered: How often it was made, and its pool mapped.
+        certain: Whether the last registration asked for was made, and its pool mapped. Else the server may know the
+            client already, and name slots of a segment that is not mapped here.
         writing: Stores under way, which may have reserved something.
         lost: Whether a store has ended that may have left something reserved: the end of the client would publish it.
     """
@@ -81,6 +83,7 @@ class Client:
     times_asked: int = 0
     asking: int = 0
     times_registered: int = 0
+    certain: bool = False
     writing: set[object] = field(default_factory=set)
     lost: bool = False
 
@@ -164,7 +167,7 @@ class Registry:
         """
         pool = views[0].pool
         now = self.view(client)
-        if any(view != now for view in views) or (pool is not None and pool.closed):
+        if not client.certain or any(view != now for view in views) or (pool is not None and pool.closed):
             raise CacheConnectionError("the cache server restarted meanwhile: try again")
         if pool is None:
             yield None
@@ -173,7 +176,7 @@ class Registry:
             yield lease
 
     def _usable(self, client: Client) -> bool:
-        return client.times_registered > 0 and (self.pool is None or not self.pool.closed)
+        return client.certain and (self.pool is None or not self.pool.closed)
 
     async def again(self, client: Client, seen: int, *, timeout: float) -> None:
         """Register a forgotten client again, unless that was done since it had been registered `seen` times."""
@@ -214,14 +217,16 @@ class Registry:
             dtype_str=str(layout.dtype).removeprefix("torch."),
             use_mla=layout.one_plane,
         )
-        client.times_asked += 1  # from now on, until the pool is mapped, slots of a new one may be named
+        client.times_asked += 1
         client.asking += 1
+        client.certain = False
         try:
             registered = await self._transport.call(REGISTER, payload, timeout=timeout)
             self.pool = await asyncio.to_thread(self._mapped, registered.shm_name.lstrip("/"))
         finally:
             client.asking -= 1
         client.times_registered += 1
+        client.certain = True
 
     def _mapped(self, shm_name: str) -> Pool | None:
         """The pool, mapped again if the server has made another."""

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from lmcache_stream.errors import CacheConnectionError
+from lmcache_stream.errors import CacheConnectionError, CacheError
 from lmcache_stream.geometry import KVGeometry
 from lmcache_stream.kvcache.context import StoreOutcome
 from lmcache_stream.kvcache.mp import registry as registry_module
@@ -14,10 +15,10 @@ from lmcache_stream.kvcache.mp import session as session_module
 from lmcache_stream.kvcache.mp import wire
 from lmcache_stream.kvcache.mp.context import MPKVCacheContext
 from lmcache_stream.kvcache.mp.pool import Pool
-from lmcache_stream.testing.fake_cache_server import FakeCacheServer
+from lmcache_stream.testing.fake_cache_server import FakeCacheServer, FaultKind
 from lmcache_stream.types import CacheKind
 
-from .opened import MODEL, TOKENS, made_kv, opened, retrieved
+from .opened import GEOMETRY, MODEL, TOKENS, C, made_kv, opened, retrieved
 
 
 async def test_a_forgotten_registration_is_made_again(server: FakeCacheServer, ctx: MPKVCacheContext) -> None:
@@ -56,6 +57,25 @@ async def test_the_same_context_works_after_a_restart(server: FakeCacheServer, c
         assert torch.equal(await retrieved(second, TOKENS), kv + 1)
 
 
+@pytest.mark.parametrize("kind", ["lose", "garble", "wrong-operation", "wrong-type", "nothing", "frames"])
+async def test_a_registration_made_again_without_an_answer_leads_to_no_old_segment(
+    shm_server: FakeCacheServer, kind: FaultKind
+) -> None:
+    kv = made_kv()
+    async with opened(shm_server) as context:
+        await context.put(kv, TOKENS)
+        shm_server.restart()
+        shm_server.fault(wire.REGISTER, kind)
+        with pytest.raises(CacheError):
+            await context.put(kv + 1, TOKENS, timeout=0.5)
+        shm_server.offload(MODEL, TOKENS, "engine", kv + 2)
+        assert torch.equal(await retrieved(context, TOKENS, "engine"), kv + 2)
+        assert await context.put(kv + 3, TOKENS) == StoreOutcome(4, taken=4)
+        assert torch.equal(shm_server.read(MODEL, TOKENS), kv + 3)
+    assert shm_server.wrong_publications == 0
+    assert shm_server.held == {}
+
+
 async def test_a_registration_made_again_by_another_call_serves_all(shm_server: FakeCacheServer) -> None:
     tokens = [[number, *TOKENS[1:]] for number in range(3)]
     async with opened(shm_server) as context:
@@ -67,10 +87,7 @@ async def test_a_registration_made_again_by_another_call_serves_all(shm_server: 
     assert shm_server.clients == []
 
 
-async def test_a_call_refused_while_another_registers_again_is_made_again(
-    shm_server: FakeCacheServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(session_module, "PATIENCE", 0.1)
+async def test_a_call_waits_for_the_registration_that_another_makes_again(shm_server: FakeCacheServer) -> None:
     others = [7, *TOKENS[1:]]
     async with opened(shm_server) as context:
         await context.put(made_kv(seed=1), TOKENS)
@@ -79,13 +96,42 @@ async def test_a_call_refused_while_another_registers_again_is_made_again(
         registering = shm_server.fault(wire.REGISTER, "hold")
         first = asyncio.create_task(context.retrieve(TOKENS))
         await asyncio.to_thread(registering.struck.wait)
-        refused = shm_server.fault(wire.PREPARE_RETRIEVE, "ignore")
-        second = asyncio.create_task(context.retrieve(others, timeout=4))
-        await asyncio.to_thread(refused.struck.wait)
+        second = asyncio.create_task(context.retrieve(others))
+        while shm_server.calls["wait_prefetch_status"] < 2:  # noqa: ASYNC110  (another thread's state)
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0.1)
+        assert shm_server.calls["prepare_retrieve"] == 1
         registering.release()
         found = await asyncio.gather(first, second)
     assert all(kv is not None and torch.equal(kv, made_kv(seed=seed)) for seed, kv in enumerate(found, 1))
     assert shm_server.held == {}
+
+
+async def test_a_rank_refused_while_another_call_registers_again_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(session_module, "PATIENCE", 0.1)
+    geometry = replace(GEOMETRY, world_size=2)
+    with FakeCacheServer(chunk_size=C) as server:
+        server.serve(MODEL, geometry)
+        async with opened(server, geometry=geometry) as context:
+            await context.put(made_kv(), TOKENS)
+            first_rank = server.fault(wire.PREPARE_RETRIEVE, "hold")
+            second_rank = server.fault(wire.PREPARE_RETRIEVE, "ignore")
+            reading = asyncio.create_task(context.retrieve(TOKENS, timeout=60))
+            await asyncio.to_thread(first_rank.struck.wait)
+            registering = server.fault(wire.REGISTER, "hold")
+            reader = context._fetcher.reader
+            assert reader is not None
+            again = asyncio.create_task(context._registry.again(reader, reader.times_registered, timeout=60))
+            await asyncio.to_thread(registering.struck.wait)
+            first_rank.release()
+            await asyncio.to_thread(second_rank.struck.wait)
+            registering.release()
+            with pytest.raises(CacheConnectionError, match="restarted meanwhile"):
+                await reading
+            await again
+        assert server.held == {}
 
 
 async def test_two_layouts_registered_again_at_once(server: FakeCacheServer, ctx: MPKVCacheContext) -> None:
