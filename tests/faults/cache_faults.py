@@ -256,6 +256,7 @@ CACHE_FAULTS = [
         "all chunks to read are missing", wire.PREPARE_RETRIEVE, "empty", ("gave [0] chunks, not 5", "cannot be read")
     ),
     nonsense("slots to read lie outside the pool", wire.PREPARE_RETRIEVE, "outside", "does not fit", transports=SHARED),
+    nonsense("slots to read lie on each other", wire.PREPARE_RETRIEVE, "overlap", "overlap", transports=SHARED),
     in_modify(
         "chunks to read have another shape", wire.PREPARE_RETRIEVE, "shape", fails(GeometryError, "geometry in use")
     ),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 from lmcache_stream.errors import CacheProtocolError
 from lmcache_stream.kvcache.mp.copying import copy_in_parts, part_of
 from lmcache_stream.kvcache.mp.pickles import load_tensors
-from lmcache_stream.kvcache.mp.pool import views_of
+from lmcache_stream.kvcache.mp.pool import check_apart, views_of
 from lmcache_stream.kvcache.mp.registry import time_to_register
 
 if TYPE_CHECKING:
@@ -117,6 +117,7 @@ class Fetcher:
 
     async def _views(self, prepared: PreparedRetrieve, lease: Lease | None, count: int) -> list[Tensor]:
         if prepared.context.slots:
+            check_apart(prepared.context.slots)
             return views_of(prepared.context.slots[: count + 1], lease)
         return await self._executor.run(load_tensors, prepared.data, count)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import math
 import mmap
 import os
@@ -16,13 +17,13 @@ import torch
 from lmcache_stream.errors import CacheConnectionError, CacheProtocolError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from torch import Tensor
 
     from lmcache_stream.kvcache.mp.wire import Slot
 
-__all__ = ["DTYPES", "MOST_DIMENSIONS", "Lease", "Pool", "torch_dtype", "views_of"]
+__all__ = ["DTYPES", "MOST_DIMENSIONS", "Lease", "Pool", "check_apart", "torch_dtype", "views_of"]
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -173,6 +174,19 @@ def views_of(slots: Sequence[Slot], lease: Lease | None) -> list[Tensor]:
     if lease is None:
         raise CacheProtocolError("the cache server names shared-memory slots, but said that it has no shared memory")
     return [lease.view(slot) for slot in slots]
+
+
+def check_apart(slots: Iterable[Slot]) -> None:
+    """Refuse slots that overlap: one at least is not where the chunk is that it stands for.
+
+    Raises:
+        CacheProtocolError: Two of them overlap.
+    """
+    for one, other in itertools.pairwise(sorted(slots, key=lambda slot: slot.offset)):
+        if one.offset + one.length > other.offset:
+            raise CacheProtocolError(
+                f"the cache server names slots that overlap, at offsets {one.offset} and {other.offset}"
+            )
 
 
 def _bytes_of(shape: Sequence[int], dtype: torch.dtype) -> int:

@@ -6,7 +6,6 @@ A lookup tells what became of the chunks that the server offered no slot for: it
 from __future__ import annotations
 
 import asyncio
-import itertools
 import math
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -19,12 +18,12 @@ from lmcache_stream.kvcache.equality import equal_bytes
 from lmcache_stream.kvcache.mp.copying import copy_in_parts, part_of
 from lmcache_stream.kvcache.mp.errand import AbandonedError
 from lmcache_stream.kvcache.mp.pickles import dump_tensors
-from lmcache_stream.kvcache.mp.pool import views_of
+from lmcache_stream.kvcache.mp.pool import check_apart, views_of
 from lmcache_stream.kvcache.mp.prefix import name_of_chunks
 from lmcache_stream.kvcache.mp.registry import time_to_register
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable
 
     from torch import Tensor
 
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
     from lmcache_stream.kvcache.mp.session import Session
     from lmcache_stream.kvcache.mp.status import ServerFacts
     from lmcache_stream.kvcache.mp.turns import Turns
-    from lmcache_stream.kvcache.mp.wire import Slot, StoreSlots
+    from lmcache_stream.kvcache.mp.wire import StoreSlots
     from lmcache_stream.transfer import TransferExecutor
 
 __all__ = ["Source", "Storer"]
@@ -176,7 +175,7 @@ class Storer:
                     good: list[int] = []
                     for rank, slots in enumerate(prepared):
                         try:
-                            _check_apart([slot for of_rank in prepared for slot in of_rank.slots or ()])
+                            check_apart([slot for of_rank in prepared for slot in of_rank.slots or ()])
                             places = self._targets(slots, lease, codec, client.layout.dtype, count)
                         except CacheProtocolError as error:
                             failure = error
@@ -278,11 +277,3 @@ class Storer:
                 return await source.use(lambda kv: self._executor.run(same, kv, chunks))
 
             return hit, await self._fetcher.read(errand, session, hit, use)
-
-
-def _check_apart(slots: Sequence[Slot]) -> None:
-    for one, other in itertools.pairwise(sorted(slots, key=lambda slot: slot.offset)):
-        if one.offset + one.length > other.offset:
-            raise CacheProtocolError(
-                f"the cache server offers slots that overlap, at offsets {one.offset} and {other.offset}"
-            )

@@ -32,7 +32,7 @@ async def test_an_output_is_not_reused_while_a_view_of_it_lives(ctx: MPKVCacheCo
     assert torch.equal(view, kv[:, :, :1])
 
 
-@pytest.mark.parametrize("kind", ["few", "outside", "shape", "dtype"])
+@pytest.mark.parametrize("kind", ["few", "outside", "overlap", "shape", "dtype"])
 async def test_slots_that_cannot_be_are_not_touched(
     shm_server: FakeCacheServer, shm_ctx: MPKVCacheContext, kind: Any
 ) -> None:
