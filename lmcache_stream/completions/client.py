@@ -6,6 +6,7 @@ import asyncio
 import os
 import time
 from contextlib import aclosing
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -72,6 +73,9 @@ class CompletionsClient:
         idle_timeout: Bound on waiting for the next bytes of an answer, in seconds.
         retries: How often a request is tried again.
         max_connections: Connections at most, further requests wait; 0 for no limit.
+        linger: How long a request that is left before its first token is kept open for that, in seconds, behind the
+            back of whoever left it; 0: it is closed at once. vLLM ends when a request is left while LMCache loads its
+            KV (vllm#43226). `aclose` waits for it.
 
     Raises:
         UsageError: No address is given, or one that cannot be right.
@@ -87,11 +91,12 @@ class CompletionsClient:
         idle_timeout: float = 300.0,
         retries: int = 2,
         max_connections: int = 0,
+        linger: float = 5.0,
     ) -> None:
         if connect_timeout <= 0 or idle_timeout <= 0:
             raise UsageError("connect_timeout and idle_timeout are seconds above 0")
-        if retries < 0 or max_connections < 0:
-            raise UsageError("retries and max_connections cannot be negative")
+        if retries < 0 or max_connections < 0 or linger < 0:
+            raise UsageError("retries, max_connections and linger cannot be negative")
         if model is not None and not is_line(model):
             raise UsageError(f"model is {model!r}: give a name as /v1/models lists it")
         url = _normalized(base_url if base_url is not None else os.environ.get("OPENAI_BASE_URL") or "")
@@ -105,6 +110,7 @@ class CompletionsClient:
             idle_timeout=idle_timeout,
             retries=retries,
             max_connections=max_connections,
+            linger=linger,
         )
 
     @property
@@ -133,7 +139,8 @@ class CompletionsClient:
         """Closes every connection; streams that are open break off. Closing twice is allowed.
 
         Args:
-            timeout: Bound in seconds on closing TLS connections in order; None: 5.
+            timeout: Bound in seconds on waiting for first tokens, and on closing TLS connections in order; None:
+                `linger`, and 5.
         """
         await self._http.aclose(timeout)
 
@@ -187,8 +194,9 @@ class CompletionsClient:
         model = sampling_params.get("model") or await self._model_name()
         body = request_body(prompt_token_ids, sampling_params, cache_salt, model)
         with self._http.seam("/v1/completions") as seam:
-            response = await self._http.send("POST", seam.url, body, accept="text/event-stream")
+            response = await self._http.send("POST", seam.url, body, accept="text/event-stream", linger=True)
             seam.answered = True
+            close = response.close
             try:
                 if response.status != 200:
                     raise await self._http.error_of(response)
@@ -201,6 +209,10 @@ class CompletionsClient:
                         watch.waiting_since = time.perf_counter()
                         try:
                             data = await read_arrived(content)
+                        except asyncio.CancelledError:
+                            if not decoder.tokens:
+                                close = partial(self._http.lingering.leave_answer, response, decoder)
+                            raise
                         except (aiohttp.ClientError, RuntimeError) as exc:
                             watch.waiting_since = None
                             if tokens := decoder.feed(unread(content), time.perf_counter()):
@@ -224,7 +236,7 @@ class CompletionsClient:
                 if not content.at_eof():
                     await drain(content)
             finally:
-                response.close()
+                close()
         yield completion
 
     async def models(self, *, timeout: float | None = None) -> list[ModelCard]:

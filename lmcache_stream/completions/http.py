@@ -16,6 +16,7 @@ import msgspec
 from lmcache_stream import observe
 from lmcache_stream.addresses import shown
 from lmcache_stream.completions.faults import excerpt, json_error, response_error
+from lmcache_stream.completions.lingering import Lingering
 from lmcache_stream.completions.pacing import StartPacer
 from lmcache_stream.completions.reading import start_of, whole
 from lmcache_stream.completions.request import encode
@@ -50,6 +51,10 @@ class EngineHTTP:
         idle_timeout: Bound on waiting for the next bytes of an answer, in seconds.
         retries: How often a request is tried again.
         max_connections: Connections at most; 0 for no limit.
+        linger: How long a request that is left is kept open for its first token, in seconds.
+
+    Attributes:
+        lingering: The requests that were left.
     """
 
     def __init__(
@@ -61,9 +66,11 @@ class EngineHTTP:
         idle_timeout: float,
         retries: int,
         max_connections: int,
+        linger: float,
     ) -> None:
         self.url = url
         self.idle_timeout = idle_timeout
+        self.lingering = Lingering(linger)
         self._api_key = api_key
         self._connect_timeout = connect_timeout
         self._retries = retries
@@ -79,6 +86,8 @@ class EngineHTTP:
         if elsewhere and self._session is not None and self._loop is not None and not self._loop.is_closed():
             raise UsageError("this CompletionsClient belongs to another event loop: close it there")
         self._closed = True
+        if not elsewhere:
+            await self.lingering.ended(self.lingering.seconds if timeout is None else timeout)
         session, self._session = self._session, None
         if session is not None:
             closing = asyncio.ensure_future(session.close())
@@ -115,6 +124,7 @@ class EngineHTTP:
         *,
         accept: str = "application/json",
         retries: int | None = None,
+        linger: bool = False,
     ) -> aiohttp.ClientResponse:
         """Send a request; what it answers has begun and must be closed.
 
@@ -124,6 +134,7 @@ class EngineHTTP:
             body: JSON; None for none.
             accept: The kind of answer that is asked for.
             retries: How often it is tried again; None: as the client says.
+            linger: Whether it is a completion, to be kept open for its first token when it is left.
         """
         left = self._retries if retries is None else retries
         headers = {"Accept": accept}
@@ -135,9 +146,7 @@ class EngineHTTP:
             pause = backoff * random.uniform(0.5, 1.0)
             await self._pacer.turn()
             try:
-                response = await self.open().request(
-                    method, url, data=_payload(body), headers=headers, allow_redirects=False
-                )
+                response = await self._once(method, url, body, headers, linger)
             except aiohttp.ClientConnectionError as exc:
                 if left == 0 or isinstance(exc, aiohttp.SocketTimeoutError | aiohttp.ClientSSLError):
                     raise
@@ -153,6 +162,27 @@ class EngineHTTP:
             await asyncio.sleep(pause)
             left -= 1
             backoff = min(2 * backoff, _LONGEST_BACKOFF)
+
+    async def _once(
+        self, method: str, url: str, body: bytes | None, headers: Mapping[str, str], linger: bool
+    ) -> aiohttp.ClientResponse:
+        sent = asyncio.Event()
+        call = self.open().request(
+            method, url, data=_payload(body), headers=headers, allow_redirects=False, trace_request_ctx=sent
+        )
+        if not (linger and self.lingering.seconds):
+            return await call
+        request = asyncio.ensure_future(call)
+        try:
+            await asyncio.wait([request])
+        except asyncio.CancelledError:
+            if sent.is_set():
+                self.lingering.leave_request(request)
+            else:
+                request.cancel()
+                await asyncio.wait([request])
+            raise
+        return request.result()
 
     def open(self) -> aiohttp.ClientSession:
         """The session, which belongs to the loop that opened it first."""
@@ -175,6 +205,7 @@ class EngineHTTP:
                     sock_read=self.idle_timeout,
                 ),
                 headers=headers,
+                trace_configs=[_tell_when_sent()],
                 cookie_jar=aiohttp.DummyCookieJar(),
                 read_bufsize=_READ_BUFFER,
             )
@@ -223,6 +254,17 @@ def _with_next_step(error: EngineResponseError) -> EngineResponseError:
         return error
     error.args = (f"{error}; {step}",)
     return error
+
+
+def _tell_when_sent() -> aiohttp.TraceConfig:
+    """Sets the event that a request was given when it is sent; before, it may wait for a connection."""
+
+    async def sent(_: aiohttp.ClientSession, context: Any, __: aiohttp.TraceRequestHeadersSentParams) -> None:
+        context.trace_request_ctx.set()
+
+    config = aiohttp.TraceConfig()
+    config.on_request_headers_sent.append(sent)
+    return config
 
 
 def _payload(body: bytes | None) -> bytes | io.BytesIO | None:

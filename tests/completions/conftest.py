@@ -26,6 +26,7 @@ async def engine() -> AsyncIterator[FakeEngine]:
 
 @pytest.fixture
 async def client(engine: FakeEngine) -> AsyncIterator[CompletionsClient]:
-    async with CompletionsClient(engine.base_url, model="tiny") as client:
+    """A client that closes at once what is left; `test_lingering` has another."""
+    async with CompletionsClient(engine.base_url, model="tiny", linger=0) as client:
         yield client
         assert in_use(client) == 0

@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from lmcache_stream.completions import CompletionsClient
+from lmcache_stream.errors import UsageError
+from lmcache_stream.testing.fake_engine import End, FakeEngine, Reply
+
+from .asking import consume, first, in_use
+
+
+@pytest.fixture
+async def lingering(engine: FakeEngine) -> AsyncIterator[CompletionsClient]:
+    async with CompletionsClient(engine.base_url, model="tiny", linger=30) as client:
+        yield client
+
+
+async def leave(engine: FakeEngine, client: CompletionsClient, how: Reply | None = None) -> None:
+    """Ask, and leave before anything of the answer was read."""
+    if how is not None:
+        engine.script(how)
+    asked = len(engine.requests)
+    task = asyncio.create_task(consume(client))
+    await engine.until(lambda: len(engine.requests) > asked)
+    await asyncio.sleep(0.05)
+    assert task.cancel()
+    await asyncio.wait({task})
+    assert task.cancelled()
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        Reply(ttft=0.5, pace=60),
+        Reply(header_delay=0.5, ttft=0.01, pace=60),
+        Reply(ttft=0.5, keep_alive=0.02, pace=60),
+        Reply(ttft=0.5, write_size=60, pace=0.05, tokens=500),
+    ],
+    ids=["no token yet", "no answer yet", "keep-alives", "an event in parts"],
+)
+async def test_a_request_left_before_its_first_token_stays_open_until_it_comes(
+    engine: FakeEngine, lingering: CompletionsClient, how: Reply
+) -> None:
+    await leave(engine, lingering, how)
+    assert in_use(lingering) == 1
+    assert engine.disconnects == 0
+    await engine.disconnected()
+    assert in_use(lingering) == 0
+
+
+async def test_a_request_left_behind_its_first_token_is_closed_at_once(
+    engine: FakeEngine, lingering: CompletionsClient
+) -> None:
+    engine.script(Reply(end_after=1, end=End.STALL))
+    items = lingering([1], {})
+    await anext(items)
+    await items.aclose()
+    assert in_use(lingering) == 0
+    await engine.disconnected()
+
+
+async def test_one_that_waits_for_a_connection_is_not_sent_any_more(engine: FakeEngine) -> None:
+    engine.script(Reply(end_after=1, end=End.STALL))
+    async with CompletionsClient(engine.base_url, model="tiny", linger=30, max_connections=1) as client:
+        items = client([1], {})
+        await anext(items)
+        waiting = asyncio.create_task(consume(client))
+        await asyncio.sleep(0.05)
+        waiting.cancel()
+        await asyncio.wait({waiting})
+        await items.aclose()
+        tokens, _ = await consume(client)
+        assert len(tokens) == 16
+    assert len(engine.requests) == 2
+
+
+@pytest.mark.parametrize("how", [Reply(header_delay=60), Reply(end_after=0, end=End.STALL)])
+async def test_a_first_token_that_does_not_come_is_not_waited_for_longer(engine: FakeEngine, how: Reply) -> None:
+    async with CompletionsClient(engine.base_url, model="tiny", linger=0.2) as client:
+        await leave(engine, client, how)
+        assert in_use(client) == 1
+        await engine.disconnected()
+        assert in_use(client) == 0
+        assert (await consume(client))[0] == first(16)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        Reply(header_delay=0.2, status=500, body=b"no"),
+        Reply(header_delay=0.2, raw=b"no HTTP"),
+        Reply(ttft=0.2, error_after=0),
+        Reply(ttft=0.2, end_after=0, end=End.RESET),
+        Reply(ttft=0.2, end_after_bytes=0, end=End.CUT),
+        Reply(ttft=0.2, body=b"data: nonsense\n\n"),
+    ],
+)
+async def test_one_that_fails_is_closed(engine: FakeEngine, lingering: CompletionsClient, how: Reply) -> None:
+    await leave(engine, lingering, how)
+    async with asyncio.timeout(10):
+        while in_use(lingering):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert (await consume(lingering))[0] == first(16)
+
+
+async def test_closing_the_client_waits_for_first_tokens(engine: FakeEngine) -> None:
+    client = CompletionsClient(engine.base_url, model="tiny")
+    for how in (Reply(ttft=0.3, pace=60), Reply(header_delay=0.3, ttft=0.01, pace=60)):
+        await leave(engine, client, how)
+    assert engine.disconnects == 0
+    await client.aclose()
+    await engine.disconnected(2)
+
+
+async def test_closing_the_client_waits_no_longer_than_it_may(engine: FakeEngine) -> None:
+    client = CompletionsClient(engine.base_url, model="tiny", linger=60)
+    for how in (Reply(header_delay=60), Reply(ttft=60)):
+        await leave(engine, client, how)
+    await client.aclose(timeout=0.1)
+    await engine.until(lambda: engine.connections == 0)
+
+
+def test_a_loop_that_ends_leaves_nothing_open() -> None:
+    async def ask(engine: FakeEngine) -> None:
+        client = CompletionsClient(engine.base_url, model="tiny", linger=60)
+        for how in (Reply(header_delay=60), Reply(ttft=60)):
+            await leave(engine, client, how)
+        session = client._http._session
+        assert session is not None
+        await session.close()
+
+    with FakeEngine(model="tiny") as engine:
+        asyncio.run(ask(engine))
+
+
+def test_linger_is_checked() -> None:
+    with pytest.raises(UsageError, match="linger cannot be negative"):
+        CompletionsClient("http://localhost:1", linger=-1)

@@ -1,0 +1,46 @@
+"""Requests that their client leaves while vLLM loads their KV."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import TYPE_CHECKING
+
+from lmcache_stream.completions import CompletionsClient
+from tests.real.served import COVERED, DECODE, nothing_held, prompts, served
+
+if TYPE_CHECKING:
+    from lmcache_stream.serving.up import ServingStack
+
+ROUNDS = 6
+AT_ONCE = 8
+
+
+async def test_vllm_lives_when_requests_are_left_while_their_kv_is_loaded(stack_b: ServingStack) -> None:
+    chance = random.Random(0)
+
+    async def leave(client: CompletionsClient, prompt: list[int]) -> bool:
+        async def ask() -> None:
+            async for _ in client(prompt, DECODE):
+                return
+
+        asking = asyncio.ensure_future(ask())
+        await asyncio.wait({asking}, timeout=0.05 * chance.random())
+        left = asking.cancel()
+        await asyncio.wait({asking})
+        return left
+
+    known = prompts(stack_b, 6, seed=17)
+    async with served(stack_b) as there:
+        for prompt in known:
+            stream = await there.prefilled(prompt)
+            kv = await stream.retrieve_kv(timeout=60)
+            assert kv.shape[2] == COVERED
+        async with CompletionsClient(stack_b.base_url, model=stack_b.served_model_name, linger=120) as client:
+            left = 0
+            for _ in range(ROUNDS):
+                left += sum(await asyncio.gather(*(leave(client, chance.choice(known)) for _ in range(AT_ONCE))))
+        assert left > ROUNDS
+        await stack_b.check()
+        await there.prefilled(known[0])
+    await nothing_held(stack_b)
