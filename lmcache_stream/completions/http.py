@@ -182,7 +182,10 @@ class EngineHTTP:
                 request.cancel()
                 await asyncio.wait([request])
             raise
-        return request.result()
+        try:
+            return request.result()
+        finally:
+            del request  # else an error, its traceback, this frame and the task would keep each other
 
     def open(self) -> aiohttp.ClientSession:
         """The session, which belongs to the loop that opened it first."""

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncIterator
 
 import pytest
 
 from lmcache_stream.completions import CompletionsClient
-from lmcache_stream.errors import UsageError
+from lmcache_stream.errors import LMCacheError, UsageError
 from lmcache_stream.testing.fake_engine import End, FakeEngine, Reply
 
 from .asking import consume, first, in_use
@@ -134,6 +136,25 @@ def test_a_loop_that_ends_leaves_nothing_open() -> None:
 
     with FakeEngine(model="tiny") as engine:
         asyncio.run(ask(engine))
+
+
+async def test_a_request_that_failed_is_kept_by_nobody(engine: FakeEngine, lingering: CompletionsClient) -> None:
+    async def failed() -> weakref.ref[BaseException]:
+        engine.script(Reply(raw=b"no HTTP"))
+        _, error = await consume(lingering)
+        assert isinstance(error, LMCacheError)
+        assert error.__cause__ is not None
+        return weakref.ref(error.__cause__)
+
+    await failed()
+    gc.collect()
+    gc.disable()
+    try:
+        gone = await failed()
+        await asyncio.sleep(0)
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_linger_is_checked() -> None:
