@@ -69,7 +69,6 @@ class Client:
 
     Attributes:
         times_asked: How often it was asked for.
-        asking: How many times it is being asked for now.
         times_registered: How often it was made, and its pool mapped.
         certain: Whether the last registration asked for was made, and its pool mapped. Else the server may know the
             client already, and name slots of a segment that is not mapped here.
@@ -81,7 +80,6 @@ class Client:
     model_name: str
     layout: Layout
     times_asked: int = 0
-    asking: int = 0
     times_registered: int = 0
     certain: bool = False
     writing: set[object] = field(default_factory=set)
@@ -130,10 +128,7 @@ class Registry:
         if client is None:
             name = model_name or f"{SCRATCH_PREFIX}{uuid.uuid4().hex}"
             client = self._clients[model_name, layout] = Client(secrets.randbits(63), name, layout)
-        if not self._usable(client):
-            async with self._lock:
-                if not self._usable(client):
-                    await self._register(client, timeout)
+        await self._make_sure_of(client, timeout)
         return client
 
     def view(self, client: Client) -> PoolView:
@@ -146,17 +141,14 @@ class Registry:
         Returns:
             The answer, and the pool as it was when the call was made, which is what the answer is about.
         """
-        seen = client.times_registered
-        try:
-            view = self.view(client)
-            return await call(), view
-        except ForgottenError:
-            await self.again(client, seen, timeout=time_to_register(errand))
-        try:
-            view = self.view(client)
-            return await call(), view
-        except ForgottenError:
-            raise CacheConnectionError(f"the cache server {self._transport.url} keeps forgetting this client") from None
+        for _ in range(2):
+            await self._make_sure_of(client, time_to_register(errand))
+            seen, view = client.times_registered, self.view(client)
+            try:
+                return await call(), view
+            except ForgottenError:
+                await self.again(client, seen, timeout=time_to_register(errand))
+        raise CacheConnectionError(f"the cache server {self._transport.url} keeps forgetting this client")
 
     @contextlib.contextmanager
     def lease(self, client: Client, views: Sequence[PoolView]) -> Iterator[Lease | None]:
@@ -174,6 +166,12 @@ class Registry:
             return
         with pool.lease() as lease:
             yield lease
+
+    async def _make_sure_of(self, client: Client, timeout: float) -> None:
+        if not self._usable(client):
+            async with self._lock:
+                if not self._usable(client):
+                    await self._register(client, timeout)
 
     def _usable(self, client: Client) -> bool:
         return client.certain and (self.pool is None or not self.pool.closed)
@@ -218,13 +216,9 @@ class Registry:
             use_mla=layout.one_plane,
         )
         client.times_asked += 1
-        client.asking += 1
         client.certain = False
-        try:
-            registered = await self._transport.call(REGISTER, payload, timeout=timeout)
-            self.pool = await asyncio.to_thread(self._mapped, registered.shm_name.lstrip("/"))
-        finally:
-            client.asking -= 1
+        registered = await self._transport.call(REGISTER, payload, timeout=timeout)
+        self.pool = await asyncio.to_thread(self._mapped, registered.shm_name.lstrip("/"))
         client.times_registered += 1
         client.certain = True
 

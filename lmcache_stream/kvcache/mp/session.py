@@ -286,7 +286,7 @@ class Session:
         errand = self._errand
         lane = self._lane if operation.moves_data else 0
         call = detach(self._transport.call(operation, *args, timeout=errand.remaining + linger, lane=lane))
-        asked, asking = (client.times_asked, client.asking) if client is not None else (0, 0)
+        asked = client.times_asked if client is not None else 0
         doubts: list[asyncio.Task[bool]] = []
         answers: asyncio.Task[bool] | None = None
         keep = False
@@ -300,8 +300,8 @@ class Session:
                     forgotten = detach(self._forgotten(client))
                     doubts.append(forgotten)
                     await _first([call, forgotten, errand.gone], max(errand.remaining, PATIENCE))
-                    # Another call may be registering it: then it is known by now, but was not when this one came.
-                    again = asking > 0 or client.times_asked != asked
+                    # Another call may have registered it: then it is known by now, but was not when this one came.
+                    again = client.times_asked != asked
                     if not call.done() and (again or (forgotten.done() and forgotten.result())):
                         keep = keep_as is not None
                         raise ForgottenError

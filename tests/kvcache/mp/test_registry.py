@@ -1,24 +1,24 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from lmcache_stream.errors import CacheConnectionError, CacheError
+from lmcache_stream.errors import CacheConnectionError, CacheError, CacheProtocolError
 from lmcache_stream.geometry import KVGeometry
 from lmcache_stream.kvcache.context import StoreOutcome
 from lmcache_stream.kvcache.mp import registry as registry_module
 from lmcache_stream.kvcache.mp import session as session_module
 from lmcache_stream.kvcache.mp import wire
 from lmcache_stream.kvcache.mp.context import MPKVCacheContext
+from lmcache_stream.kvcache.mp.errand import Errand
 from lmcache_stream.kvcache.mp.pool import Pool
 from lmcache_stream.testing.fake_cache_server import FakeCacheServer, FaultKind
 from lmcache_stream.types import CacheKind
 
-from .opened import GEOMETRY, MODEL, TOKENS, C, made_kv, opened, retrieved
+from .opened import MODEL, TOKENS, made_kv, opened, retrieved
 
 
 async def test_a_forgotten_registration_is_made_again(server: FakeCacheServer, ctx: MPKVCacheContext) -> None:
@@ -76,6 +76,27 @@ async def test_a_registration_made_again_without_an_answer_leads_to_no_old_segme
     assert shm_server.held == {}
 
 
+async def test_no_call_is_made_while_it_is_uncertain_whose_slots_it_would_be_told_of(
+    shm_server: FakeCacheServer,
+) -> None:
+    async with opened(shm_server) as context:
+        await context.put(made_kv(), TOKENS)
+        await context.retrieve(TOKENS)
+        registry, reader = context._registry, context._fetcher.reader
+        assert reader is not None
+        shm_server.restart()
+        shm_server.fault(wire.REGISTER, "nothing")
+        with pytest.raises(CacheProtocolError):
+            await registry.again(reader, reader.times_registered, timeout=5)
+
+        async def told() -> bool:
+            return registry.pool is not None and registry.pool.is_current()
+
+        current, view = await registry.knowing_us(Errand(5.0, 5.0), reader, told)
+        assert current
+        assert view == registry.view(reader)
+
+
 async def test_a_registration_made_again_by_another_call_serves_all(shm_server: FakeCacheServer) -> None:
     tokens = [[number, *TOKENS[1:]] for number in range(3)]
     async with opened(shm_server) as context:
@@ -105,33 +126,6 @@ async def test_a_call_waits_for_the_registration_that_another_makes_again(shm_se
         found = await asyncio.gather(first, second)
     assert all(kv is not None and torch.equal(kv, made_kv(seed=seed)) for seed, kv in enumerate(found, 1))
     assert shm_server.held == {}
-
-
-async def test_a_rank_refused_while_another_call_registers_again_is_not_waited_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(session_module, "PATIENCE", 0.1)
-    geometry = replace(GEOMETRY, world_size=2)
-    with FakeCacheServer(chunk_size=C) as server:
-        server.serve(MODEL, geometry)
-        async with opened(server, geometry=geometry) as context:
-            await context.put(made_kv(), TOKENS)
-            first_rank = server.fault(wire.PREPARE_RETRIEVE, "hold")
-            second_rank = server.fault(wire.PREPARE_RETRIEVE, "ignore")
-            reading = asyncio.create_task(context.retrieve(TOKENS, timeout=60))
-            await asyncio.to_thread(first_rank.struck.wait)
-            registering = server.fault(wire.REGISTER, "hold")
-            reader = context._fetcher.reader
-            assert reader is not None
-            again = asyncio.create_task(context._registry.again(reader, reader.times_registered, timeout=60))
-            await asyncio.to_thread(registering.struck.wait)
-            first_rank.release()
-            await asyncio.to_thread(second_rank.struck.wait)
-            registering.release()
-            with pytest.raises(CacheConnectionError, match="restarted meanwhile"):
-                await reading
-            await again
-        assert server.held == {}
 
 
 async def test_two_layouts_registered_again_at_once(server: FakeCacheServer, ctx: MPKVCacheContext) -> None:
