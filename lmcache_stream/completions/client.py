@@ -204,7 +204,7 @@ class CompletionsClient:
                     raise await self._http.no_stream_error(response)
                 decoder = CompletionDecoder()
                 content = response.content
-                with IdleWatch(response, self._http.idle_timeout) as watch:
+                with IdleWatch(response, self._http.idle_timeout, self._http.watches) as watch:
                     while True:
                         watch.waiting_since = time.perf_counter()
                         try:

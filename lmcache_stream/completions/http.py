@@ -18,7 +18,7 @@ from lmcache_stream.addresses import shown
 from lmcache_stream.completions.faults import excerpt, json_error, response_error
 from lmcache_stream.completions.lingering import Lingering
 from lmcache_stream.completions.pacing import StartPacer
-from lmcache_stream.completions.reading import start_of, whole
+from lmcache_stream.completions.reading import IdleWatch, start_of, whole
 from lmcache_stream.completions.request import encode
 from lmcache_stream.completions.seam import Seam
 from lmcache_stream.errors import EngineError, EngineResponseError, EngineStreamError, UsageError
@@ -55,6 +55,7 @@ class EngineHTTP:
 
     Attributes:
         lingering: The requests that were left.
+        watches: Of the answers that are being read.
     """
 
     def __init__(
@@ -70,7 +71,8 @@ class EngineHTTP:
     ) -> None:
         self.url = url
         self.idle_timeout = idle_timeout
-        self.lingering = Lingering(linger)
+        self.lingering: Lingering = Lingering(linger)
+        self.watches: set[IdleWatch] = set()
         self._api_key = api_key
         self._connect_timeout = connect_timeout
         self._retries = retries
@@ -79,6 +81,7 @@ class EngineHTTP:
         self._session: aiohttp.ClientSession | None = None
         self._pacer = StartPacer()
         self._closed = False
+        self._closing: asyncio.Task[None] | None = None
 
     async def aclose(self, timeout: float | None) -> None:
         """See `CompletionsClient.aclose`."""
@@ -86,14 +89,18 @@ class EngineHTTP:
         if elsewhere and self._session is not None and self._loop is not None and not self._loop.is_closed():
             raise UsageError("this CompletionsClient belongs to another event loop: close it there")
         self._closed = True
-        if not elsewhere:
-            await self.lingering.ended(self.lingering.seconds if timeout is None else timeout)
-        session, self._session = self._session, None
-        if session is not None:
-            closing = asyncio.ensure_future(session.close())
-            _, late = await asyncio.wait({closing}, timeout=5.0 if timeout is None else timeout)
-            for task in late:
-                task.cancel()
+        try:
+            if not elsewhere:
+                await self.lingering.end(self.lingering.seconds if timeout is None else timeout)
+        finally:
+            for watch in tuple(self.watches):
+                watch.break_off()
+            session, self._session = self._session, None
+            if session is not None:
+                closing = self._closing = asyncio.ensure_future(session.close())
+                _, late = await asyncio.wait({closing}, timeout=5.0 if timeout is None else timeout)
+                for task in late:
+                    task.cancel()
 
     async def ask(
         self, method: str, path: str, body: Mapping[str, Any] | None, answer: type[T], timeout: float | None
@@ -166,17 +173,20 @@ class EngineHTTP:
     async def _once(
         self, method: str, url: str, body: bytes | None, headers: Mapping[str, str], linger: bool
     ) -> aiohttp.ClientResponse:
-        sent = asyncio.Event()
+        lingers = linger and self.lingering.seconds > 0
+        if lingers:
+            await self.lingering.begin()
+        sent = _Sent(0 if body is None else len(body))
         call = self.open().request(
             method, url, data=_payload(body), headers=headers, allow_redirects=False, trace_request_ctx=sent
         )
-        if not (linger and self.lingering.seconds):
+        if not lingers:
             return await call
         request = asyncio.ensure_future(call)
         try:
             await asyncio.wait([request])
         except asyncio.CancelledError:
-            if sent.is_set():
+            if sent.whole:
                 self.lingering.leave_request(request)
             else:
                 request.cancel()
@@ -208,7 +218,7 @@ class EngineHTTP:
                     sock_read=self.idle_timeout,
                 ),
                 headers=headers,
-                trace_configs=[_tell_when_sent()],
+                trace_configs=[_Sent.watch()],
                 cookie_jar=aiohttp.DummyCookieJar(),
                 read_bufsize=_READ_BUFFER,
             )
@@ -259,15 +269,32 @@ def _with_next_step(error: EngineResponseError) -> EngineResponseError:
     return error
 
 
-def _tell_when_sent() -> aiohttp.TraceConfig:
-    """Sets the event that a request was given when it is sent; before, it may wait for a connection."""
+class _Sent:
+    """How much of a request has been sent. Before the whole was, an engine has not begun to work on it."""
 
-    async def sent(_: aiohttp.ClientSession, context: Any, __: aiohttp.TraceRequestHeadersSentParams) -> None:
-        context.trace_request_ctx.set()
+    def __init__(self, size: int) -> None:
+        self._left = size
+        self._head = False
 
-    config = aiohttp.TraceConfig()
-    config.on_request_headers_sent.append(sent)
-    return config
+    @property
+    def whole(self) -> bool:
+        return self._head and self._left <= 0
+
+    @staticmethod
+    def watch() -> aiohttp.TraceConfig:
+        """What tells the `_Sent` that a request was given."""
+        config = aiohttp.TraceConfig()
+        config.on_request_headers_sent.append(_Sent._on_head)
+        config.on_request_chunk_sent.append(_Sent._on_chunk)
+        return config
+
+    @staticmethod
+    async def _on_head(_: aiohttp.ClientSession, context: Any, __: aiohttp.TraceRequestHeadersSentParams) -> None:
+        context.trace_request_ctx._head = True
+
+    @staticmethod
+    async def _on_chunk(_: aiohttp.ClientSession, context: Any, sent: aiohttp.TraceRequestChunkSentParams) -> None:
+        context.trace_request_ctx._left -= len(sent.chunk)
 
 
 def _payload(body: bytes | None) -> bytes | io.BytesIO | None:

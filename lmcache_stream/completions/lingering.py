@@ -15,7 +15,7 @@ from lmcache_stream.completions.reading import read_arrived
 from lmcache_stream.completions.sse import CompletionDecoder
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import AsyncGenerator, Coroutine
     from typing import Any
 
 __all__ = ["Lingering"]
@@ -34,6 +34,13 @@ class Lingering:
     def __init__(self, seconds: float) -> None:
         self.seconds: float = seconds
         self._tasks: set[asyncio.Task[None]] = set()
+        self._loop_end: AsyncGenerator[None] | None = None
+
+    async def begin(self) -> None:
+        """From here on, the end of the loop closes what is left."""
+        if self._loop_end is None:
+            self._loop_end = self._at_loop_end()
+            await anext(self._loop_end)
 
     def leave_request(self, request: asyncio.Task[aiohttp.ClientResponse]) -> None:
         """Leave a request that was sent, and whose answer has not begun."""
@@ -46,14 +53,27 @@ class Lingering:
         else:
             response.close()
 
-    async def ended(self, seconds: float) -> None:
-        """Wait until all have been seen off; after `seconds` they are closed."""
-        if self._tasks:
-            _, late = await asyncio.wait(set(self._tasks), timeout=seconds)
-            for task in late:
+    async def end(self, seconds: float) -> None:
+        """Wait for the first tokens, and close what has none after `seconds`, or when this is cancelled."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + seconds
+        try:
+            while self._tasks and loop.time() < deadline:
+                await asyncio.wait(set(self._tasks), timeout=deadline - loop.time())
+        finally:
+            loop_end, self._loop_end = self._loop_end, None
+            if loop_end is not None:
+                await loop_end.aclose()
+
+    async def _at_loop_end(self) -> AsyncGenerator[None]:
+        """What a loop that ends closes behind all tasks, which it has cancelled: they may have left requests."""
+        try:
+            yield
+        finally:
+            for task in self._tasks:
                 task.cancel()
-            if late:
-                await asyncio.wait(late)
+            while self._tasks:
+                await asyncio.wait(set(self._tasks))
 
     def _see_off(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(self._in_time(work))

@@ -50,9 +50,19 @@ def unread(content: aiohttp.StreamReader) -> bytes:
 
 
 class IdleWatch:
-    """Breaks a read off that waits too long, with one timer a response instead of one a read."""
+    """Breaks a read off that waits too long, with one timer a response instead of one a read.
 
-    def __init__(self, response: aiohttp.ClientResponse, timeout: float) -> None:
+    Args:
+        response: What is read.
+        timeout: Seconds.
+        among: Where it is kept while the response is read.
+
+    Attributes:
+        waiting_since: When the wait began, in seconds of `time.perf_counter`; None: nothing is waited for.
+    """
+
+    def __init__(self, response: aiohttp.ClientResponse, timeout: float, among: set[IdleWatch]) -> None:
+        self._among = among
         self.waiting_since: float | None = None
         self._content = response.content
         self._timeout = timeout
@@ -63,12 +73,18 @@ class IdleWatch:
 
     def __enter__(self) -> Self:
         self._handle = self._loop.call_later(self._timeout, self._check)
+        self._among.add(self)
         return self
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._handle.cancel()
+        self._among.discard(self)
+
+    def break_off(self) -> None:
+        """Have the read fail, which aiohttp does not see to when the session is closed."""
+        self._content.set_exception(aiohttp.ClientConnectionError("the client was closed"))
 
     def _check(self) -> None:
         waited = 0.0 if self.waiting_since is None else time.perf_counter() - self.waiting_since

@@ -1,14 +1,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import weakref
 from collections.abc import AsyncIterator
 
 import pytest
 
+from lmcache_stream import portal
 from lmcache_stream.completions import CompletionsClient
-from lmcache_stream.errors import LMCacheError, UsageError
+from lmcache_stream.errors import EngineStreamError, LMCacheError, UsageError
 from lmcache_stream.testing.fake_engine import End, FakeEngine, Reply
 
 from .asking import consume, first, in_use
@@ -117,6 +119,80 @@ async def test_closing_the_client_waits_for_first_tokens(engine: FakeEngine) -> 
     await engine.disconnected(2)
 
 
+async def test_closing_the_client_waits_for_what_is_left_meanwhile(engine: FakeEngine) -> None:
+    client = CompletionsClient(engine.base_url, model="tiny", linger=30)
+    engine.script(Reply(ttft=0.3, pace=60), Reply(ttft=0.8, pace=60))
+    asking = [asyncio.create_task(consume(client)) for _ in range(2)]
+    await engine.until(lambda: len(engine.requests) == 2)
+    await asyncio.sleep(0.05)
+    asking[0].cancel()
+    await asyncio.wait({asking[0]})
+    closing = asyncio.create_task(client.aclose())
+    await asyncio.sleep(0.05)
+    asking[1].cancel()
+    await asyncio.wait({asking[1]})
+    assert engine.disconnects == 0
+    await engine.disconnected()
+    assert not closing.done()
+    await closing
+    await engine.disconnected(2)
+
+
+async def test_a_close_that_is_cancelled_closes(engine: FakeEngine) -> None:
+    client = CompletionsClient(engine.base_url, model="tiny", linger=60)
+    await leave(engine, client, Reply(ttft=60))
+    session = client._http._session
+    assert session is not None
+    closing = asyncio.create_task(client.aclose())
+    await asyncio.sleep(0.05)
+    closing.cancel()
+    await asyncio.wait({closing})
+    assert closing.cancelled()
+    assert session.closed
+    await engine.until(lambda: engine.connections == 0)
+
+
+async def test_closing_the_client_breaks_off_who_waits_for_a_token(engine: FakeEngine) -> None:
+    client = CompletionsClient(engine.base_url, model="tiny", idle_timeout=60)
+    engine.script(Reply(pace=60))
+    asking = asyncio.create_task(consume(client))
+    await engine.until(lambda: len(engine.requests) == 1)
+    await asyncio.sleep(0.05)
+    await client.aclose()
+    _, error = await asyncio.wait_for(asking, 10)
+    assert isinstance(error, EngineStreamError)
+    assert "the client was closed" in str(error)
+
+
+async def test_a_request_that_is_not_sent_as_a_whole_is_closed_at_once() -> None:
+    connected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def slow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        connected.set_result(None)
+        await released.wait()
+        with contextlib.suppress(ConnectionError):
+            while await reader.read(2**16):
+                pass
+        gone.set_result(None)
+        writer.close()
+
+    released = asyncio.Event()
+    server = await asyncio.start_server(slow, "127.0.0.1", 0, limit=2**10)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        async with CompletionsClient(f"http://127.0.0.1:{port}", model="tiny", linger=60) as client:
+            asking = asyncio.create_task(anext(client([100_000] * 4_000_000, {})))
+            await connected
+            await asyncio.sleep(0.05)
+            asking.cancel()
+            await asyncio.wait({asking})
+            assert in_use(client) == 0
+            released.set()
+            await asyncio.wait_for(gone, 10)
+
+
 async def test_closing_the_client_waits_no_longer_than_it_may(engine: FakeEngine) -> None:
     client = CompletionsClient(engine.base_url, model="tiny", linger=60)
     for how in (Reply(header_delay=60), Reply(ttft=60)):
@@ -125,17 +201,32 @@ async def test_closing_the_client_waits_no_longer_than_it_may(engine: FakeEngine
     await engine.until(lambda: engine.connections == 0)
 
 
-def test_a_loop_that_ends_leaves_nothing_open() -> None:
+@pytest.mark.parametrize("asking", [False, True])
+def test_a_loop_that_ends_leaves_nothing_open(asking: bool) -> None:
+    tasks: list[asyncio.Task[object]] = []
+
     async def ask(engine: FakeEngine) -> None:
         client = CompletionsClient(engine.base_url, model="tiny", linger=60)
         for how in (Reply(header_delay=60), Reply(ttft=60)):
-            await leave(engine, client, how)
-        session = client._http._session
-        assert session is not None
-        await session.close()
+            if asking:
+                engine.script(how)
+                tasks.append(asyncio.create_task(consume(client)))
+            else:
+                await leave(engine, client, how)
+        await engine.until(lambda: len(engine.requests) == 2)
+        await asyncio.sleep(0.05)
+        assert in_use(client) == 2
+        clients.append(client)
 
+    clients: list[CompletionsClient] = []
     with FakeEngine(model="tiny") as engine:
         asyncio.run(ask(engine))
+        assert in_use(clients[0]) == 0
+        portal.run(engine.until, lambda: engine.connections == 0)
+        session = clients[0]._http._session
+        assert session is not None
+        asyncio.run(session.close())
+    assert all(task.cancelled() for task in tasks)
 
 
 async def test_a_request_that_failed_is_kept_by_nobody(engine: FakeEngine, lingering: CompletionsClient) -> None:
