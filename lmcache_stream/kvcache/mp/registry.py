@@ -24,7 +24,7 @@ from lmcache_stream.kvcache.mp.status import SCRATCH_PREFIX
 from lmcache_stream.kvcache.mp.wire import REGISTER, UNREGISTER, Registration
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator, Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Iterator
 
     import torch
 
@@ -32,12 +32,14 @@ if TYPE_CHECKING:
     from lmcache_stream.kvcache.mp.pool import Lease
     from lmcache_stream.kvcache.mp.transport import Transport
 
-__all__ = ["Client", "Layout", "PoolView", "Registry", "time_to_register"]
+__all__ = ["RESTARTED", "Client", "Layout", "PoolView", "Registry", "time_to_register"]
 
 T = TypeVar("T")
 
 REGISTER_TIMEOUT = 3.0
 """Seconds that a registration has which a call turns out to need, whatever is left of the call's time."""
+
+RESTARTED = "the cache server restarted meanwhile: try again"
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -70,6 +72,7 @@ class Client:
     Attributes:
         times_asked: How often it was asked for.
         times_registered: How often it was made, and its pool mapped.
+        pool: The pool that came with it.
         certain: Whether the last registration asked for was made, and its pool mapped. Else the server may know the
             client already, and name slots of a segment that is not mapped here.
         writing: Stores under way, which may have reserved something.
@@ -81,6 +84,7 @@ class Client:
     layout: Layout
     times_asked: int = 0
     times_registered: int = 0
+    pool: Pool | None = None
     certain: bool = False
     writing: set[object] = field(default_factory=set)
     lost: bool = False
@@ -150,21 +154,23 @@ class Registry:
                 await self.again(client, seen, timeout=time_to_register(errand))
         raise CacheConnectionError(f"the cache server {self._transport.url} keeps forgetting this client")
 
+    def is_current(self, client: Client, view: PoolView) -> bool:
+        """Whether slots can be looked at that were named when `view` was: they lie in the pool as it is mapped now."""
+        return client.certain and view == self.view(client) and (view.pool is None or not view.pool.closed)
+
     @contextlib.contextmanager
-    def lease(self, client: Client, views: Sequence[PoolView]) -> Iterator[Lease | None]:
+    def lease(self, client: Client, views: Iterable[PoolView]) -> Iterator[Lease | None]:
         """Open a scope in which slots can be looked at that were named when `views` were; None where there is no pool.
 
         Raises:
             CacheConnectionError: The pool is another by now, or the client was registered again.
         """
-        pool = views[0].pool
-        now = self.view(client)
-        if not client.certain or any(view != now for view in views) or (pool is not None and pool.closed):
-            raise CacheConnectionError("the cache server restarted meanwhile: try again")
-        if pool is None:
+        if not all(self.is_current(client, view) for view in views):
+            raise CacheConnectionError(RESTARTED)
+        if self.pool is None:
             yield None
             return
-        with pool.lease() as lease:
+        with self.pool.lease() as lease:
             yield lease
 
     async def _make_sure_of(self, client: Client, timeout: float) -> None:
@@ -218,7 +224,7 @@ class Registry:
         client.times_asked += 1
         client.certain = False
         registered = await self._transport.call(REGISTER, payload, timeout=timeout)
-        self.pool = await asyncio.to_thread(self._mapped, registered.shm_name.lstrip("/"))
+        self.pool = client.pool = await asyncio.to_thread(self._mapped, registered.shm_name.lstrip("/"))
         client.times_registered += 1
         client.certain = True
 

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from lmcache_stream.kvcache.mp.errand import Errand
+    from lmcache_stream.kvcache.mp.pool import Pool
     from lmcache_stream.kvcache.mp.registry import Client
     from lmcache_stream.kvcache.mp.transport import Transport
     from lmcache_stream.kvcache.mp.wire import PreparedRetrieve, StoreSlots
@@ -122,7 +123,9 @@ class Session:
         self._locked = set(range(world_size))
         self._prepared: dict[int, tuple[CacheKey, Client, int]] = {}
         self._unanswered: set[int] = set()
-        self._early: dict[int, asyncio.Task[Any]] = {}
+        self._early: dict[int, tuple[asyncio.Task[Any], Pool | None]] = {}
+        self._reserved: dict[int, int] = {}
+        self._in_doubt = False
         self._opened = False
         self._release_until = math.inf
 
@@ -132,7 +135,7 @@ class Session:
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
     ) -> None:
-        for early in self._early.values():
+        for early, _ in self._early.values():
             early.cancel()
         if isinstance(exc, CacheConnectionError) or (isinstance(exc, CacheError) and not self._errand.remaining):
             await self._errand.fail(exc)
@@ -147,13 +150,14 @@ class Session:
             self._errand.check()
             timeout = self._errand.remaining
             self._hit = await self._unless_gone(self._wait(min(WAIT_SLICE, timeout / 2), timeout))
+            self._in_doubt = self._in_doubt or self._hit is None
         return self._hit
 
     async def prepare_retrieve(self, rank: int, chunks: int, client: Client) -> PreparedRetrieve:
         """Ask where the first `chunks` chunks of `rank` are."""
         self._errand.check()
         key = self._key(rank, chunks * self._chunk_size)
-        self._prepared[rank] = key, client, client.times_registered
+        self._prepared[rank] = key, client, client.times_asked
         self._unanswered.add(rank)
         try:
             prepared = await self._late(PREPARE_RETRIEVE, key, client.instance_id, linger=PATIENCE, client=client)
@@ -177,12 +181,14 @@ class Session:
         """Reserve slots for the chunks of `rank` that the cache does not have. They must be written and committed."""
         self._errand.check()
         self._opened = True
+        self._reserved[rank] = client.times_asked
         args = (self._key(rank), client.instance_id)
         prepared = await self._late(PREPARE_STORE, *args, linger=LINGER, client=client, keep_as=rank)
-        early = self._early.pop(rank, None)
+        early, pool = self._early.pop(rank, (None, None))
         if early is not None:
-            # It was sent before us, on the same lane: if it has reserved something, its answer is here.
-            if early.done() and not early.cancelled() and early.exception() is None and early.result().context.slots:
+            # It was sent before us, on the same lane: if it has reserved something, its answer is here. Of a pool that
+            # is no more, it names slots that are others' by now.
+            if pool is client.pool and _has_come(early) and early.result().context.slots:
                 prepared = early.result()
             early.cancel()
         context: StoreSlots = prepared.context
@@ -194,7 +200,7 @@ class Session:
         Returns:
             Whether it was published; False where the server knows of no reservation.
         """
-        registered = client.times_registered
+        asked = self._reserved[rank]
         try:
             return await self._commit_store(rank, client, b"", min(REPEAT, max(self._errand.remaining, PATIENCE)))
         except CacheError as error:
@@ -203,10 +209,10 @@ class Session:
             lost = error
             forget_frames(lost)
         # What the first one has published is not published again: then the server knows of no reservation any more.
-        if client.times_registered == registered and not await self._forgotten(client):
+        if client.times_asked == asked and not await self._forgotten(client):
             try:
                 await self._commit_store(rank, client, b"", CLEAN_UP)
-                published = client.times_registered == registered
+                published = client.times_asked == asked
             except CacheTimeout:
                 if not await self._forgotten(client):
                     raise
@@ -286,7 +292,7 @@ class Session:
         errand = self._errand
         lane = self._lane if operation.moves_data else 0
         call = detach(self._transport.call(operation, *args, timeout=errand.remaining + linger, lane=lane))
-        asked = client.times_asked if client is not None else 0
+        asked, pool = (client.times_asked, client.pool) if client is not None else (0, None)
         doubts: list[asyncio.Task[bool]] = []
         answers: asyncio.Task[bool] | None = None
         keep = False
@@ -328,8 +334,9 @@ class Session:
         finally:
             for task in doubts:
                 task.cancel()
-            if keep and keep_as is not None:
-                self._early[keep_as] = call
+            if keep and keep_as is not None and client is not None:
+                self._early[keep_as] = call, pool
+                call.add_done_callback(_has_come)  # nobody may come for it
             else:
                 call.cancel()
 
@@ -360,21 +367,22 @@ class Session:
     async def _unlock(self, steps: _Steps) -> None:
         if self._hit is None:
             await self._settle_lookup(steps)
-        for rank, (key, client, registered) in list(self._prepared.items()):
+        for rank, (key, client, asked) in list(self._prepared.items()):
             with steps.next("commit_retrieve"):
-                if client.times_registered != registered or await self._forgotten(client):
-                    if rank in self._unanswered:
+                unanswered = rank in self._unanswered
+                if (unanswered and client.times_asked != asked) or await self._forgotten(client):
+                    if unanswered:
                         del self._prepared[rank]  # it was refused, and the locks of the lookup are there
                     else:
                         self._unlocked(rank)  # who forgets a client lets go of what was prepared for it
                     continue
-                if rank in self._unanswered and self._in_place:
+                if unanswered and self._in_place:
                     # A commit unlocks what was prepared, and says so even if nothing was. To prepare takes no lock.
                     args = (key, client.instance_id)
                     seconds = self._seconds(CLEAN_UP)
                     await self._transport.call(PREPARE_RETRIEVE, *args, timeout=seconds, lane=self._lane)
                 await self.commit_retrieve(rank)
-        if self._locked and self._hit != 0:
+        if self._locked and (self._hit != 0 or self._in_doubt):
             whole = len(self._locked) == self._world_size
             for locked in [None] if whole else sorted(self._locked):
                 with steps.next("free_lookup_locks"):
@@ -387,6 +395,11 @@ class Session:
         with steps.next("wait_prefetch_status"):
             while await self._wait(WAIT_SLICE, self._seconds(CLEAN_UP)) is None and loop.time() < self._release_until:
                 pass
+
+
+def _has_come(call: asyncio.Task[Any]) -> bool:
+    """Whether there is an answer; looks at what went wrong, so that nobody reports it as overlooked."""
+    return call.done() and not call.cancelled() and call.exception() is None
 
 
 async def _first(waited_for: list[asyncio.Future[Any]], seconds: float | None) -> None:

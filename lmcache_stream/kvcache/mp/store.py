@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from lmcache_stream.errors import CacheError, CacheProtocolError
+from lmcache_stream.errors import CacheConnectionError, CacheError, CacheProtocolError
 from lmcache_stream.kvcache.context import StoreOutcome
 from lmcache_stream.kvcache.equality import equal_bytes
 from lmcache_stream.kvcache.mp.copying import copy_in_parts, part_of
@@ -20,7 +20,7 @@ from lmcache_stream.kvcache.mp.errand import AbandonedError
 from lmcache_stream.kvcache.mp.pickles import dump_tensors
 from lmcache_stream.kvcache.mp.pool import check_apart, views_of
 from lmcache_stream.kvcache.mp.prefix import name_of_chunks
-from lmcache_stream.kvcache.mp.registry import time_to_register
+from lmcache_stream.kvcache.mp.registry import RESTARTED, time_to_register
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -169,14 +169,17 @@ class Storer:
                     # What was reserved for other ranks is published sooner or later: see that it is right.
                     failure = error
                     break
-            if prepared:
-                with self._registry.lease(client, views) as lease:
+            current = [rank for rank, view in enumerate(views) if self._registry.is_current(client, view)]
+            if len(current) < len(views):
+                failure = CacheConnectionError(RESTARTED)
+            if current:
+                with self._registry.lease(client, [views[rank] for rank in current]) as lease:
                     targets: list[tuple[int, int, Tensor]] = []
                     good: list[int] = []
-                    for rank, slots in enumerate(prepared):
+                    for rank in current:
                         try:
-                            check_apart([slot for of_rank in prepared for slot in of_rank.slots or ()])
-                            places = self._targets(slots, lease, codec, client.layout.dtype, count)
+                            check_apart([slot for other in current for slot in prepared[other].slots or ()])
+                            places = self._targets(prepared[rank], lease, codec, client.layout.dtype, count)
                         except CacheProtocolError as error:
                             failure = error
                             continue

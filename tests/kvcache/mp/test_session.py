@@ -153,3 +153,12 @@ class TestALostReply:
             shm_server.restart()
             assert await context.put(made_kv(), TOKENS) == StoreOutcome(4, taken=4)
         assert shm_server.clients == []
+
+
+async def test_a_lookup_of_which_it_was_not_said_that_it_had_ended_is_unlocked(
+    server: FakeCacheServer, ctx: MPKVCacheContext
+) -> None:
+    await ctx.put(made_kv(), TOKENS)
+    server.fault(wire.WAIT_PREFETCH_STATUS, "nothing")
+    await ctx.retrieve(TOKENS)
+    assert server.held == {}

@@ -2,13 +2,15 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from lmcache_stream.errors import CacheError, CacheProtocolError, CacheTimeout, UsageError
+from lmcache_stream.errors import CacheConnectionError, CacheError, CacheProtocolError, CacheTimeout, UsageError
 from lmcache_stream.kvcache.context import StoreOutcome
+from lmcache_stream.kvcache.mp import session as session_module
 from lmcache_stream.kvcache.mp import wire
 from lmcache_stream.kvcache.mp.context import MPKVCacheContext
 from lmcache_stream.kvcache.mp.session import Session
@@ -160,3 +162,67 @@ async def test_a_store_that_failed_keeps_nothing_alive(
             while any(type(kept) is Session for kept in gc.get_objects()):
                 await asyncio.sleep(0.05)
                 gc.collect()
+
+
+async def test_a_late_reservation_of_a_server_that_is_gone_is_not_written(
+    shm_server: FakeCacheServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_module, "PATIENCE", 0.1)
+    others = made_kv(64, seed=6)
+    async with opened(shm_server) as context:
+        await context.put(made_kv(), [7, *TOKENS[1:]])
+        registry = context._registry
+        (client,) = registry._clients.values()
+        late = shm_server.fault(wire.PREPARE_STORE, "hold")
+        storing = asyncio.create_task(context.put(made_kv(seed=1), TOKENS, timeout=30))
+        await asyncio.to_thread(late.struck.wait)
+        registering = shm_server.fault(wire.REGISTER, "hold")
+        again = asyncio.create_task(registry.again(client, client.times_registered, timeout=30))
+        await asyncio.to_thread(registering.struck.wait)
+        await asyncio.sleep(0.5)  # the store gives its request up, and waits for the registration
+        late.release()
+        await asyncio.sleep(0.1)
+        shm_server.restart()
+        for salt in ("one", "another"):
+            shm_server.offload(MODEL, [1] * 64, salt, others)
+        assert await storing == StoreOutcome(4, taken=4)
+        with pytest.raises(CacheConnectionError):
+            await again
+        for salt in ("one", "another"):
+            assert torch.equal(shm_server.read(MODEL, [1] * 64, salt), others)
+        assert torch.equal(shm_server.read(MODEL, TOKENS), made_kv(seed=1))
+    assert shm_server.wrong_publications == 0
+
+
+async def test_a_commit_at_a_server_that_knows_us_anew_is_none(shm_server: FakeCacheServer) -> None:
+    async with opened(shm_server) as context:
+        await context.put(made_kv(), [7, *TOKENS[1:]])
+        registry = context._registry
+        (client,) = registry._clients.values()
+        lost = shm_server.fault(wire.COMMIT_STORE, "ignore")
+        storing = asyncio.create_task(context.put(made_kv(seed=1), TOKENS, timeout=30))
+        await asyncio.to_thread(lost.struck.wait)
+        shm_server.fault(wire.REGISTER, "lose")
+        shm_server.http_answers["/status"] = b"starting"
+        shm_server.restart()
+        with pytest.raises(CacheTimeout):
+            await registry.again(client, client.times_registered, timeout=1)
+        with pytest.raises(CacheConnectionError, match="restarted while chunks were stored"):
+            await storing
+        assert shm_server.covered(MODEL, TOKENS) == 0
+        del shm_server.http_answers["/status"]
+        assert await context.put(made_kv(seed=1), TOKENS) == StoreOutcome(4, taken=4)
+
+
+@pytest.mark.parametrize("lost", ["forget", "restart"])
+async def test_a_client_forgotten_between_two_ranks_leaves_no_reservation(lost: Any) -> None:
+    geometry = replace(GEOMETRY, world_size=2)
+    with FakeCacheServer(chunk_size=C) as server:
+        server.serve(MODEL, geometry)
+        async with opened(server, geometry=geometry) as context:
+            server.fault(wire.PREPARE_STORE, lost, after=1)
+            with pytest.raises(CacheConnectionError, match="restarted"):
+                await context.put(made_kv(), TOKENS)
+            await until_let_go(server)
+            assert (await context.put(made_kv(), TOKENS)).missing == 0
+            assert await context.put(made_kv(), TOKENS, "salt") == StoreOutcome(4, taken=4)
