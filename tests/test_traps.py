@@ -189,6 +189,8 @@ TRAPS: dict[str, tuple[str, ...]] = {
     ),
     "a segment of a server that restarted": (
         "kvcache/mp/test_registry.py::test_the_same_context_works_after_a_restart",
+        "kvcache/mp/test_registry.py::test_a_registration_made_again_without_an_answer_leads_to_no_old_segment",
+        "kvcache/mp/test_store.py::test_a_late_reservation_of_a_server_that_is_gone_is_not_written",
         "kvcache/mp/test_pool.py::test_another_segment_of_the_same_name_is_noticed",
     ),
     "no slots: there already, or no room": (

@@ -88,7 +88,12 @@ class Lingering:
             pass  # nobody waits for it
 
     async def _answered(self, request: asyncio.Task[aiohttp.ClientResponse]) -> None:
-        await self._until_first_token(await request, CompletionDecoder())
+        try:
+            response = await request
+        except asyncio.CancelledError:
+            request.add_done_callback(_close)  # it may have been answered in this pass of the loop
+            raise
+        await self._until_first_token(response, CompletionDecoder())
 
     async def _until_first_token(self, response: aiohttp.ClientResponse, decoder: CompletionDecoder) -> None:
         try:
@@ -98,3 +103,8 @@ class Lingering:
                         break
         finally:
             response.close()
+
+
+def _close(request: asyncio.Task[aiohttp.ClientResponse]) -> None:
+    if not request.cancelled() and request.exception() is None:
+        request.result().close()

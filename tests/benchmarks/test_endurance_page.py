@@ -49,9 +49,10 @@ def test_the_page_shows_what_was_found(endurance_page: ModuleType, recorded: Any
 
 
 def test_what_was_found_is_good_enough(recorded: Any) -> None:
-    soak = recorded["soak-real"]
-    assert soak["ok"]
-    assert soak["seconds"] >= 30 * 60
+    for name, minutes in {"soak-real": 30, "soak": 10}.items():
+        soak = recorded[name]
+        assert soak["ok"]
+        assert soak["seconds"] >= 60 * minutes
     assert all(
         fuzz["seconds"] >= 600 and not fuzz["findings"] for fuzz in (recorded["fuzz-sse"], recorded["fuzz-wire"])
     )

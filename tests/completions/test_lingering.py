@@ -10,6 +10,7 @@ import pytest
 
 from lmcache_stream import portal
 from lmcache_stream.completions import CompletionsClient
+from lmcache_stream.completions.http import _Sent
 from lmcache_stream.errors import EngineStreamError, LMCacheError, UsageError
 from lmcache_stream.testing.fake_engine import End, FakeEngine, Reply
 
@@ -227,6 +228,20 @@ def test_a_loop_that_ends_leaves_nothing_open(asking: bool) -> None:
         assert session is not None
         asyncio.run(session.close())
     assert all(task.cancelled() for task in tasks)
+
+
+async def test_an_answer_in_the_pass_in_which_the_time_is_over_is_closed(
+    engine: FakeEngine, lingering: CompletionsClient
+) -> None:
+    engine.script(Reply(ttft=60))
+    session = lingering._http.open()
+    body = {"prompt": [1], "stream": True}
+    asking = session.post(f"{engine.base_url}/v1/completions", json=body, trace_request_ctx=_Sent(0))
+    request = asyncio.ensure_future(asking)
+    request.add_done_callback(lambda _: [task.cancel() for task in lingering._http.lingering._tasks])
+    lingering._http.lingering.leave_request(request)
+    await engine.disconnected()
+    assert in_use(lingering) == 0
 
 
 async def test_a_request_that_failed_is_kept_by_nobody(engine: FakeEngine, lingering: CompletionsClient) -> None:
