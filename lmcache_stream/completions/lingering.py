@@ -7,6 +7,7 @@ the first token.
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import TYPE_CHECKING
 
 import aiohttp
@@ -15,8 +16,7 @@ from lmcache_stream.completions.reading import read_arrived
 from lmcache_stream.completions.sse import CompletionDecoder
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Coroutine
-    from typing import Any
+    from collections.abc import AsyncGenerator, Awaitable, Callable
 
 __all__ = ["Lingering"]
 
@@ -44,12 +44,17 @@ class Lingering:
 
     def leave_request(self, request: asyncio.Task[aiohttp.ClientResponse]) -> None:
         """Leave a request that was sent, and whose answer has not begun."""
-        self._see_off(self._answered(request))
+
+        def close() -> None:
+            request.cancel()
+            request.add_done_callback(_close)
+
+        self._see_off(partial(_answered, request), close)
 
     def leave_answer(self, response: aiohttp.ClientResponse, decoder: CompletionDecoder) -> None:
         """Leave an answer whose first token has not come; `decoder` was fed what came of it."""
         if self.seconds:
-            self._see_off(self._until_first_token(response, decoder))
+            self._see_off(partial(_until_first_token, response, decoder), response.close)
         else:
             response.close()
 
@@ -75,34 +80,32 @@ class Lingering:
             while self._tasks:
                 await asyncio.wait(set(self._tasks))
 
-    def _see_off(self, work: Coroutine[Any, Any, None]) -> None:
+    def _see_off(self, work: Callable[[], Awaitable[None]], close: Callable[[], None]) -> None:
+        def ended(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            close()
+
         task = asyncio.ensure_future(self._in_time(work))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(ended)  # also of one that was cancelled before it began
 
-    async def _in_time(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _in_time(self, work: Callable[[], Awaitable[None]]) -> None:
         try:
             async with asyncio.timeout(self.seconds):
-                await work
+                await work()
         except (TimeoutError, aiohttp.ClientError, OSError, RuntimeError):
             pass  # nobody waits for it
 
-    async def _answered(self, request: asyncio.Task[aiohttp.ClientResponse]) -> None:
-        try:
-            response = await request
-        except asyncio.CancelledError:
-            request.add_done_callback(_close)  # it may have been answered in this pass of the loop
-            raise
-        await self._until_first_token(response, CompletionDecoder())
 
-    async def _until_first_token(self, response: aiohttp.ClientResponse, decoder: CompletionDecoder) -> None:
-        try:
-            if response.status == 200:
-                while data := await read_arrived(response.content):
-                    if decoder.feed(data, 0.0) or decoder.ended:
-                        break
-        finally:
-            response.close()
+async def _answered(request: asyncio.Task[aiohttp.ClientResponse]) -> None:
+    await _until_first_token(await request, CompletionDecoder())
+
+
+async def _until_first_token(response: aiohttp.ClientResponse, decoder: CompletionDecoder) -> None:
+    if response.status == 200:
+        while data := await read_arrived(response.content):
+            if decoder.feed(data, 0.0) or decoder.ended:
+                break
 
 
 def _close(request: asyncio.Task[aiohttp.ClientResponse]) -> None:

@@ -244,6 +244,21 @@ async def test_an_answer_in_the_pass_in_which_the_time_is_over_is_closed(
     assert in_use(lingering) == 0
 
 
+async def test_one_that_was_left_as_the_loop_ends_is_closed(engine: FakeEngine, lingering: CompletionsClient) -> None:
+    lingers = lingering._http.lingering
+    for how in (Reply(ttft=60), Reply(header_delay=60)):
+        engine.script(how)
+        asking = asyncio.create_task(consume(lingering))
+        asked = len(engine.requests)
+        await engine.until(lambda asked=asked: len(engine.requests) > asked)  # type: ignore[misc]
+        await asyncio.sleep(0.05)
+        asking.cancel()
+        asking.add_done_callback(lambda _: [task.cancel() for task in lingers._tasks])
+        await asyncio.wait({asking})
+    await engine.disconnected(2)
+    assert in_use(lingering) == 0
+
+
 async def test_a_request_that_failed_is_kept_by_nobody(engine: FakeEngine, lingering: CompletionsClient) -> None:
     async def failed() -> weakref.ref[BaseException]:
         engine.script(Reply(raw=b"no HTTP"))
