@@ -48,11 +48,13 @@ class Completion(msgspec.Struct, frozen=True):
         finish_reason: "stop", "length", "repetition", "abort", "error", or None if the engine does not say.
         stop_reason: The stop string or the stop token's id, if one ended it.
         usage: Token counts, if the engine reports them.
+        attempts: How often the engine was asked: the last may have found cached what an earlier one had computed.
     """
 
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     usage: Usage | None = None
+    attempts: int = 1
 
 
 class CacheKind(enum.Enum):

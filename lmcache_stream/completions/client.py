@@ -194,7 +194,7 @@ class CompletionsClient:
         model = sampling_params.get("model") or await self._model_name()
         body = request_body(prompt_token_ids, sampling_params, cache_salt, model)
         with self._http.seam("/v1/completions") as seam:
-            response = await self._http.send("POST", seam.url, body, accept="text/event-stream", linger=True)
+            response, attempts = await self._http.send("POST", seam.url, body, accept="text/event-stream", linger=True)
             seam.answered = True
             close = response.close
             try:
@@ -232,7 +232,7 @@ class CompletionsClient:
                             break
                 if decoder.error is not None:
                     raise self._http.without_key(decoder.error)
-                completion = decoder.finish()
+                completion = msgspec.structs.replace(decoder.finish(), attempts=attempts)
                 if not content.at_eof():
                     await drain(content)
             finally:
@@ -281,7 +281,7 @@ class CompletionsClient:
         try:
             with self._http.seam("/health") as seam:
                 async with asyncio.timeout(timeout):
-                    response = await self._http.send("GET", seam.url, None, retries=0)
+                    response, _ = await self._http.send("GET", seam.url, None, retries=0)
                     response.close()
         except EngineError:
             return False

@@ -109,7 +109,7 @@ class EngineHTTP:
         data = b""
         with self.seam(path) as seam:
             async with asyncio.timeout(timeout):
-                response = await self.send(method, seam.url, None if body is None else encode(body))
+                response, _ = await self.send(method, seam.url, None if body is None else encode(body))
                 try:
                     if response.status != 200:
                         raise await self.error_of(response)
@@ -132,8 +132,11 @@ class EngineHTTP:
         accept: str = "application/json",
         retries: int | None = None,
         linger: bool = False,
-    ) -> aiohttp.ClientResponse:
+    ) -> tuple[aiohttp.ClientResponse, int]:
         """Send a request; what it answers has begun and must be closed.
+
+        Returns:
+            The answer, and which attempt it is the answer to.
 
         Args:
             method: GET or POST.
@@ -143,7 +146,7 @@ class EngineHTTP:
             retries: How often it is tried again; None: as the client says.
             linger: Whether it is a completion, to be kept open for its first token when it is left.
         """
-        left = self._retries if retries is None else retries
+        attempts, left = 1, self._retries if retries is None else retries
         headers = {"Accept": accept}
         if body is not None:
             headers["Content-Type"] = "application/json"
@@ -160,13 +163,14 @@ class EngineHTTP:
                 why = f"no answer ({type(exc).__name__})"
             else:
                 if left == 0 or response.status not in _RETRIED_STATUSES:
-                    return response
+                    return response, attempts
                 asked = _retry_after(response.headers.get("Retry-After"))
                 pause = pause if asked is None else min(asked, _LONGEST_BACKOFF)
                 why = f"HTTP {response.status}"
                 response.close()
             logger.info("%s %s: %s, again in %.1f s (%d times at most)", method, url, why, pause, left)
             await asyncio.sleep(pause)
+            attempts += 1
             left -= 1
             backoff = min(2 * backoff, _LONGEST_BACKOFF)
 

@@ -258,6 +258,14 @@ class StreamKV:
                 state.lost = state.stored - await self.find_edit(seconds_left(deadline, self._ctx.timeout))
         self._refuse_a_lost_edit()
 
+    async def look_for_edit(self, deadline: float | None) -> None:
+        """Note whether the cache holds the edit itself, behind a request of which nothing else would tell."""
+        state = self._state
+        with self._at_the_cache("looking for the edit"):
+            found = await self.find_edit(seconds_left(deadline, self._ctx.timeout))
+        state.lost = max(state.lost, state.stored - found)
+        state.unverified = False
+
     async def _require_edit_in(self, kv: torch.Tensor) -> None:
         """The same for KV that was retrieved: an engine may have put what it computed in the place of the edit."""
         state = self._state

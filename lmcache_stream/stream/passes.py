@@ -156,13 +156,18 @@ class Passes:
                     batch = await _next(batches, deadline)
             request.finish()
             request.judge_edit()
+            if request.repeated and state.unverified:
+                async with asyncio.timeout_at(deadline):
+                    await self._kv.look_for_edit(deadline)
+                request.call.miss(salt, state.lost)
         except TimeoutError as error:
             if deadline is None or asyncio.get_running_loop().time() < deadline:
                 raise self._failed(request, error) from error
             raise StreamTimeout(
                 f"stream {self._stream_id}: no end in time, {request.arrived} tokens arrived", **request.call.failure()
             ) from error
-        except LMCacheStreamError:
+        except LMCacheStreamError as error:
+            error.arrived, error.suffix_consumed = request.call.failure().values()
             raise
         except UsageError as error:
             if request.call.consumed:

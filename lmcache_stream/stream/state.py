@@ -320,6 +320,11 @@ class Request:
         usage = self.completion.usage if self.completion else None
         return usage.cached_tokens if usage else None
 
+    @property
+    def repeated(self) -> bool:
+        """Whether the engine was asked more than once: then KV of an earlier attempt may have passed for the edit."""
+        return self.completion is not None and self.completion.attempts > 1
+
     def judge_edit(self) -> None:
         """Note what the ended request tells about the stored edit.
 
@@ -328,6 +333,6 @@ class Request:
         state = self._state
         cached = self.cached_tokens
         if cached is not None:
-            state.unverified = False
+            state.unverified = self.repeated and state.stored > 0
             state.lost = max(state.lost, min(state.stored, len(self.ids) - 1) - cached)
             self.call.miss(state.salt, state.lost)

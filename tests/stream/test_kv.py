@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import aclosing
 from typing import Any, ClassVar
 
+import msgspec
 import pytest
 import torch
 
@@ -93,6 +94,51 @@ async def test_an_edit_evicted_between_lookup_and_prefill_is_noticed(one: Setup)
         await stream.generate({"max_tokens": 2})
     assert (caught.value.stored, caught.value.used, caught.value.arrived) == (8, 0, 2)
     assert caught.value.suffix_consumed
+
+
+@pytest.mark.parametrize("evicted", [False, True])
+async def test_what_an_earlier_attempt_computed_does_not_pass_for_the_edit(one: Setup, evicted: bool) -> None:
+    def asked_twice(ids: list[int], params: Mapping[str, Any], salt: str) -> Iterator[TokenEvent | Completion]:
+        if evicted:
+            one.cache.clear()
+        list(CountingEngine.__call__(one.engine, ids, params, salt))  # nobody got its answer
+        for item in CountingEngine.__call__(one.engine, ids, params, salt):
+            yield msgspec.structs.replace(item, attempts=2) if isinstance(item, Completion) else item
+
+    engine = Exchangeable(one.engine)
+    stream = one.stream(18, engine)
+    await stream.generate(PREFILL)
+    await stream.modify_kv(drop_every_other)
+    engine.engine = asked_twice
+    if evicted:
+        with pytest.raises(EditNotUsed) as caught:
+            await stream.generate({"max_tokens": 2})
+        assert (caught.value.stored, caught.value.used, caught.value.arrived) == (8, 0, 2)
+    else:
+        await stream.generate({"max_tokens": 2})
+        await stream.generate({"max_tokens": 2})
+
+
+async def test_a_cache_that_fails_behind_an_answer_is_said_with_what_arrived(one: Setup) -> None:
+    def asked_twice(ids: list[int], params: Mapping[str, Any], salt: str) -> Iterator[TokenEvent | Completion]:
+        for item in CountingEngine.__call__(one.engine, ids, params, salt):
+            yield msgspec.structs.replace(item, attempts=2) if isinstance(item, Completion) else item
+        monkeypatch.setattr(one.ctx, "retrieve", broken)
+
+    async def broken(*_: object, **__: object) -> torch.Tensor:
+        raise CacheError("no cache")
+
+    engine = Exchangeable(one.engine)
+    stream = one.stream(18, engine)
+    await stream.generate(PREFILL)
+    await stream.modify_kv(drop_every_other)
+    engine.engine = asked_twice
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        with pytest.raises(LMCacheStreamError, match="looking for the edit: no cache") as caught:
+            await stream.generate({"max_tokens": 2})
+        assert (caught.value.arrived, caught.value.suffix_consumed) == (2, True)
+    engine.engine = one.engine
+    await stream.generate({"max_tokens": 2})
 
 
 async def test_an_edit_of_which_one_chunk_was_evicted_is_noticed(one: Setup) -> None:
