@@ -68,7 +68,8 @@ class PostCompletion(Protocol):
     """Calls an engine and yields one `TokenEvent` per generated token, blocking in between.
 
     It is called as `post_completion(prompt_token_ids, sampling_params, cache_salt)` and iterated in a thread of its
-    own. It may end with one `Completion`; without one, a stream counts tokens to tell whether it is done.
+    own. It may end with one `Completion`; without one, a stream counts tokens to tell whether it is done. One that asks
+    an engine again by itself says so in `Completion.attempts`.
     """
 
     def __call__(
