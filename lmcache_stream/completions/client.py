@@ -161,7 +161,8 @@ class CompletionsClient:
     ) -> AsyncGenerator[TokenEvent | Completion, None]:
         """Generates from token ids: one `TokenEvent` a token as it comes, then one `Completion`.
 
-        Leaving the generator early closes the response, so that the engine stops generating.
+        Leaving the generator early closes the response, before the first token after `linger` at most, so that the
+        engine stops generating.
 
         Args:
             prompt_token_ids: Token ids of the prompt.

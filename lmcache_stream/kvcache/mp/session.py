@@ -150,6 +150,7 @@ class Session:
             self._errand.check()
             timeout = self._errand.remaining
             self._hit = await self._unless_gone(self._wait(min(WAIT_SLICE, timeout / 2), timeout))
+            # One whose end was not told looks like one that found nothing, and yet holds locks.
             self._in_doubt = self._in_doubt or self._hit is None
         return self._hit
 
