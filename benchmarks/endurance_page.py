@@ -33,7 +33,8 @@ def of_soak(path: Path) -> dict[str, Any]:
     counts = {name: sum(found[name].values()) for name in ("operations", "faults", "unexpected_errors")}
     kept = {name: found[name] for name in LAST_OF_SOAK}
     memory = {name: found["memory"][name] for name in ("slope_mib_per_minute", "growth_mib")}
-    return {**kept, **counts, **memory, "kinds_of_faults": len(found["faults"])}
+    ran_out = sum(found.get("ran_out", {}).values())
+    return {**kept, **counts, **memory, "kinds_of_faults": len(found["faults"]), "ran_out": ran_out}
 
 
 def of_fuzz(path: Path) -> dict[str, Any]:
@@ -125,6 +126,8 @@ def of_one_soak(soak: Mapping[str, Any]) -> tuple[str, str]:
         f"{soak['wrong_tokens']} wrong tokens, {soak['wrong_states']} wrong states, {soak['unexpected_errors']} other "
         f"errors, {len(soak['left'])} things left behind; memory {soak['slope_mib_per_minute']:+.2f} MiB a minute"
     )
+    if ran_out := soak.get("ran_out"):
+        came_to += f"; {ran_out} locks whose release a broken connection swallowed ran out"
     return much, came_to
 
 

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import anyio
 import torch
@@ -46,6 +46,10 @@ DECODED = 16
 TROUBLE_EVERY = 3.0
 RECOVERY_S = 180.0
 OF_SESSIONS = ("active_sessions", "active_prefetch_jobs")
+READ_TTL_S, WRITE_TTL_S = 30, 60
+"""Seconds after which the server lets go of locks by itself; else 300 and 600."""
+Held = Literal["held", "in doubt", "let go"]
+"""What is known of a session's locks. In doubt: the server was told to let go of them, and did not answer."""
 PREFILL: dict[str, Any] = {"max_tokens": 1, "temperature": 0}
 
 
@@ -180,8 +184,9 @@ class RealWorld(World):
         self._references: list[Reference] = []
         self._jobs = 0
         self._ties = 0
-        self._sessions: dict[str, bool] = {}
+        self._sessions: dict[str, Held] = {}
         self._of_engine: Counter[str] = Counter()
+        self._ran_out: Counter[str] = Counter()
 
     async def __aenter__(self) -> Self:
         try:
@@ -195,14 +200,14 @@ class RealWorld(World):
         sessions, world = self._sessions, self
 
         class Noted(Session):
-            """Known by its id, with whether the server has let go of all its locks, or is not the one that had them."""
+            """Known by its id, with what is known of its locks; they are gone with the server that had them."""
 
             _answer: int | None = 0
             _life = 1
 
             def __init__(self, *args: Any, **options: Any) -> None:
                 super().__init__(*args, **options)
-                sessions[self._request_id] = False
+                sessions[self._request_id] = "held"
 
             async def lookup(self) -> int:
                 try:
@@ -219,11 +224,12 @@ class RealWorld(World):
                 await super()._unlock(steps)
                 unlocked = not {"free_lookup_locks", "wait_prefetch_status"} & set(steps.failed[failed:])
                 gone = world.lives != self._life or self._life % 2 == 1
-                sessions[self._request_id] = gone or (unlocked and self._answer is not None)
+                certain = gone or (unlocked and self._answer is not None)
+                sessions[self._request_id] = "let go" if certain else "in doubt"
 
             async def _release(self) -> None:
                 if not self._looked_up:
-                    sessions[self._request_id] = True
+                    sessions[self._request_id] = "let go"
                 await super()._release()
 
         self._exits.callback(setattr, lookup, "Session", Session)
@@ -242,6 +248,7 @@ class RealWorld(World):
             l1_gib=1.0,
             kv_gib=0.5,
             log_dir=log_dir or folder,
+            lmcache_args=("--l1-read-ttl-seconds", f"{READ_TTL_S}", "--l1-write-ttl-seconds", f"{WRITE_TTL_S}"),
         )
         self._stack = ServingStack(options)
         enter = self._exits.enter_async_context
@@ -359,7 +366,8 @@ class RealWorld(World):
 
         vLLM leaves lookups of its own behind when its cache server restarts: they come in before it has registered
         again, and it does not fetch their answers. It leaves their locks as well, and those of requests whose client
-        went away. Locks are vLLM's if the server told each session of ours that it let go of its own.
+        went away. Locks are vLLM's if the server told each session of ours that it let go of its own. Where only its
+        answers are missing, a broken connection has swallowed them: then they have to run out in time.
         """
         letting_go: tuple[Operation[Any], ...] = (QUERY_PREFETCH_STATUS, END_SESSION)
         for session in self._sessions:
@@ -376,12 +384,29 @@ class RealWorld(World):
         for name, count in of_engine.items():
             self._of_engine[name] = max(self._of_engine[name], count)
         ours = {name: count - of_engine.get(name, 0) for name, count in held.items()}
-        return {name: count for name, count in ours.items() if count > 0}
+        ours = {name: count for name, count in ours.items() if count > 0}
+        if ours and not self.holds_locks and await self._run_out(ours):
+            self._ran_out.update(ours)
+            return {}
+        return ours
+
+    async def _run_out(self, locks: Mapping[str, int]) -> bool:
+        with anyio.move_on_after(WRITE_TTL_S + 15):
+            while locks.keys() & (await self.held()).keys():  # noqa: ASYNC110
+                await anyio.sleep(1)
+            return True
+        return False
+
+    @property
+    def holds_locks(self) -> bool:
+        """Whether a session or a store of ours has not even asked the server that runs now to let go of its locks."""
+        writing = any(client.writing for client in self._ctx._registry._clients.values())
+        return writing or "held" in self._sessions.values()
 
     @property
     def may_hold_locks(self) -> bool:
         """Whether a session of ours may have left locks at the server that runs now."""
-        return not all(self._sessions.values())
+        return any(known != "let go" for known in self._sessions.values())
 
     @property
     def may_hold_slots(self) -> bool:
@@ -399,6 +424,7 @@ class RealWorld(World):
             "reference": "greedy tokens of quiet runs before the first storm, by prompt and edit",
             "editors": list(EDITORS),
             "left_by_the_engine": dict(self._of_engine),
+            "ran_out": dict(self._ran_out),
         }
 
     def _count(self, kind: str) -> None:

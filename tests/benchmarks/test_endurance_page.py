@@ -76,6 +76,9 @@ def test_what_the_targets_leave_is_read(endurance_page: ModuleType, tmp_path: Pa
         '<testsuites><testsuite tests="9" failures="1" errors="1" skipped="2" time="61.4" /></testsuites>'
     )
     found = endurance_page.read(tmp_path)
+    assert "ran out" not in endurance_page.section(found | {"machine": {"cpu": "a", "cores": 1}})
+    (tmp_path / "soak.json").write_text(json.dumps(SOAK | {"ran_out": {"read_locked_count": 3}}))
+    assert "; 3 locks" in endurance_page.section(endurance_page.read(tmp_path) | {"machine": {"cpu": "a", "cores": 1}})
     assert found["soak"] | {"operations": 7, "faults": 2, "kinds_of_faults": 1, "growth_mib": 1.0} == found["soak"]
     assert found["fuzz-sse"] == {"runs": 1_200_000, "seconds": 601, "findings": 0}
     assert found["fuzz-wire"] == {"runs": 0, "seconds": 0, "findings": 1}

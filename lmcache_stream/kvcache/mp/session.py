@@ -4,9 +4,10 @@ A lookup takes read locks, `prepare_store` takes reservations, and both open a s
 reservation: one that is committed, or whose client goes away, is published as it is. So what was reserved is always
 written to the end, also when nobody waits for it any more.
 
-Two things are out of reach. Where the answer to a `prepare_store` is lost, nobody knows what it reserved. The server
+Three things are out of reach. Where the answer to a `prepare_store` is lost, nobody knows what it reserved. The server
 takes that back after 600 s. Until then the client must stay registered; the server forgets it after an hour. Where a
-pickled retrieve is not answered, nobody knows whether it has unlocked what it read. The server does so after 300 s.
+pickled retrieve is not answered, nobody knows whether it has unlocked what it read; and where a `free_lookup_locks` is
+not, to ask again could take another reader's locks, which have no owner. The server lets go after 300 s.
 """
 
 from __future__ import annotations
