@@ -22,7 +22,7 @@ AT_ONCE = 8
 
 
 async def cached(there: Served, prompt: list[int]) -> None:
-    """Have vLLM offload a prompt. It offloads none while it takes its cache server for dead, for which a stall is enough."""
+    """Have vLLM offload a prompt. It offloads none while it takes its cache server, which may stall, for dead."""
     with anyio.fail_after(200):
         while True:
             stream = await there.prefilled(prompt)
