@@ -33,8 +33,8 @@ def of_soak(path: Path) -> dict[str, Any]:
     counts = {name: sum(found[name].values()) for name in ("operations", "faults", "unexpected_errors")}
     kept = {name: found[name] for name in LAST_OF_SOAK}
     memory = {name: found["memory"][name] for name in ("slope_mib_per_minute", "growth_mib")}
-    ran_out = sum(found.get("ran_out", {}).values())
-    return {**kept, **counts, **memory, "kinds_of_faults": len(found["faults"]), "ran_out": ran_out}
+    ran_out = {"ran_out": sum(found["ran_out"].values())} if "ran_out" in found else {}
+    return {**kept, **counts, **memory, "kinds_of_faults": len(found["faults"]), **ran_out}
 
 
 def of_fuzz(path: Path) -> dict[str, Any]:

@@ -13,8 +13,9 @@ from lmcache_stream.kvcache.context import StoreOutcome
 from lmcache_stream.kvcache.mp import session as session_module
 from lmcache_stream.kvcache.mp import wire
 from lmcache_stream.kvcache.mp.context import MPKVCacheContext
+from lmcache_stream.kvcache.mp.registry import Client, Registry
 from lmcache_stream.kvcache.mp.session import Session
-from lmcache_stream.testing.fake_cache_server import FakeCacheServer
+from lmcache_stream.testing.fake_cache_server import FakeCacheServer, Fault, FaultKind
 
 from .opened import GEOMETRY, MODEL, TOKENS, C, made_kv, opened, retrieved, until_let_go
 
@@ -164,18 +165,25 @@ async def test_a_store_that_failed_keeps_nothing_alive(
                 gc.collect()
 
 
+async def struck_while_storing(
+    server: FakeCacheServer, context: MPKVCacheContext, operation: wire.Operation[Any], kind: FaultKind
+) -> tuple[Fault, asyncio.Task[StoreOutcome], Registry, Client]:
+    """A store of `made_kv(seed=1)` that has met a fault, by a client that has stored before."""
+    await context.put(made_kv(), [7, *TOKENS[1:]])
+    (client,) = context._registry._clients.values()
+    fault = server.fault(operation, kind)
+    storing = asyncio.create_task(context.put(made_kv(seed=1), TOKENS, timeout=30))
+    await asyncio.to_thread(fault.struck.wait)
+    return fault, storing, context._registry, client
+
+
 async def test_a_late_reservation_of_a_server_that_is_gone_is_not_written(
     shm_server: FakeCacheServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(session_module, "PATIENCE", 0.1)
     others = made_kv(64, seed=6)
     async with opened(shm_server) as context:
-        await context.put(made_kv(), [7, *TOKENS[1:]])
-        registry = context._registry
-        (client,) = registry._clients.values()
-        late = shm_server.fault(wire.PREPARE_STORE, "hold")
-        storing = asyncio.create_task(context.put(made_kv(seed=1), TOKENS, timeout=30))
-        await asyncio.to_thread(late.struck.wait)
+        late, storing, registry, client = await struck_while_storing(shm_server, context, wire.PREPARE_STORE, "hold")
         registering = shm_server.fault(wire.REGISTER, "hold")
         again = asyncio.create_task(registry.again(client, client.times_registered, timeout=30))
         await asyncio.to_thread(registering.struck.wait)
@@ -196,12 +204,7 @@ async def test_a_late_reservation_of_a_server_that_is_gone_is_not_written(
 
 async def test_a_commit_at_a_server_that_knows_us_anew_is_none(shm_server: FakeCacheServer) -> None:
     async with opened(shm_server) as context:
-        await context.put(made_kv(), [7, *TOKENS[1:]])
-        registry = context._registry
-        (client,) = registry._clients.values()
-        lost = shm_server.fault(wire.COMMIT_STORE, "ignore")
-        storing = asyncio.create_task(context.put(made_kv(seed=1), TOKENS, timeout=30))
-        await asyncio.to_thread(lost.struck.wait)
+        _, storing, registry, client = await struck_while_storing(shm_server, context, wire.COMMIT_STORE, "ignore")
         shm_server.fault(wire.REGISTER, "lose")
         shm_server.http_answers["/status"] = b"starting"
         shm_server.restart()
