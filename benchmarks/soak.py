@@ -53,7 +53,7 @@ MAPPINGS = 2
 """Descriptors of the server's segment that a context may hold."""
 
 MOST_GROWTH = 32 << 20
-"""Bytes by which resident memory may grow after the warm-up."""
+"""Bytes by which the memory that this process has alone may grow after the warm-up."""
 
 
 @dataclass
@@ -203,7 +203,8 @@ def show(found: dict[str, Any]) -> None:
         "memory, MiB",
         f"{sizes[-1]:.0f}",
         f"first {sizes[0]:.0f}, most {max(sizes):.0f}; after warm-up {memory['slope_mib_per_minute']:+.2f} a minute, "
-        f"{memory['growth_mib']:+.1f} in all (at most {MOST_GROWTH >> 20})",
+        f"{memory['growth_mib']:+.1f} in all (at most {MOST_GROWTH >> 20}); shared with the server at most "
+        f"{max(memory['shared']):.0f}",
     )
     Console(width=None if sys.stdout.isatty() else 160, highlight=False).print(table)
     for line in [*found["left"], *found["wrong"], *found["memory_wrong"]]:

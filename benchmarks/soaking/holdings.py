@@ -70,25 +70,37 @@ async def until_no_more_than(
     return more
 
 
+def resident(kind: str) -> int:
+    """Resident bytes of this process of a kind: a name of `/proc/PID/status` (proc(5)), in kB there."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{kind}:")) << 10
+
+
 @dataclass
 class Memory:
-    """Resident memory over time.
+    """Resident memory over time: what this process has alone, and the pages that it shares with a server.
+
+    The shared ones come and go with the server's pool, as far as that is mapped when somebody looks, so that only its
+    own ones tell a leak. A pool that is mapped for longer than it should be holds a descriptor, which `Holdings` has.
 
     Args:
         warm_up: Share of the samples that counts as warm-up.
 
     Attributes:
-        samples: Seconds since the start, and bytes.
+        samples: Seconds since the start, and bytes of its own.
+        shared: Bytes shared, one for each sample.
     """
 
     warm_up: float = 1 / 3
     samples: list[tuple[float, int]] = field(default_factory=list)
+    shared: list[int] = field(default_factory=list)
 
     def look(self, at: float) -> None:
         """Take a sample, `at` seconds from the start."""
         gc.collect()
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        self.samples.append((at, pages * os.sysconf("SC_PAGE_SIZE")))
+        own, shared = (resident(kind) for kind in ("RssAnon", "RssShmem"))
+        self.samples.append((at, own))
+        self.shared.append(shared)
 
     def after_warm_up(self) -> Sequence[tuple[float, int]]:
         """The samples that count."""
@@ -112,6 +124,7 @@ class Memory:
         """Everything in MiB, as JSON values."""
         return {
             "samples": [[round(at, 1), round(size / 2**20, 1)] for at, size in self.samples],
+            "shared": [round(size / 2**20, 1) for size in self.shared],
             "slope_mib_per_minute": self.slope() * 60 / 2**20,
             "growth_mib": self.growth() / 2**20,
         }

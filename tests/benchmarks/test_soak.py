@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import mmap
 import random
 import sys
 import types
@@ -102,6 +103,22 @@ def test_memory_that_grows_is_seen_after_the_warm_up(parts: Any) -> None:
     assert memory.growth() == pytest.approx(5 << 20)
     memory.samples = warm_up
     assert memory.growth() == 0
+
+
+def test_memory_is_what_the_process_has_alone(parts: Any) -> None:
+    memory = parts.holdings.Memory()
+    memory.look(0.0)
+    with mmap.mmap(-1, 64 << 20, mmap.MAP_SHARED | mmap.MAP_ANONYMOUS) as pool:
+        pool.write(bytes(64 << 20))
+        memory.look(1.0)
+    own = bytearray(b"a") * (64 << 20)
+    memory.look(2.0)
+    del own
+    sizes = [size for _, size in memory.samples]
+    assert abs(sizes[1] - sizes[0]) < 16 << 20
+    assert sizes[2] - sizes[1] > 48 << 20
+    assert memory.shared[1] - memory.shared[0] == 64 << 20
+    assert memory.to_dict()["shared"][2] == memory.to_dict()["shared"][0]
 
 
 def test_errors_are_counted_with_their_causes(parts: Any) -> None:
