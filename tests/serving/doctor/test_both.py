@@ -10,7 +10,7 @@ import torch
 from lmcache_stream.engine import EmbeddedEngine
 from lmcache_stream.geometry import KVGeometry
 from lmcache_stream.kvcache.mp.wire import END_SESSION
-from lmcache_stream.serving.doctor import DoctorOptions, limits
+from lmcache_stream.serving.doctor import DoctorOptions
 from lmcache_stream.testing import Reply
 from lmcache_stream.testing.fake_cache_server import FakeCacheServer
 from tests.serving.doctor.examination import examined, only_failure, the, with_engine_fault
@@ -23,12 +23,14 @@ async def test_an_engine_that_fails_later(model: str) -> None:
     only_failure(found, "offload", "EngineCore is dead", "engine's log")
 
 
+@pytest.mark.usefixtures("impatient")
 async def test_an_engine_that_keeps_its_kv_to_itself(model: str) -> None:
     async with stack(model, offloads=False) as (options, _):
         found = await examined(options)
     only_failure(found, "offload", "0 of 96 tokens", "LMCacheMPConnector")
 
 
+@pytest.mark.usefixtures("impatient")
 async def test_an_embedded_engine_beside_the_cache_server(tiny_model_path: Path) -> None:
     geometry = replace(KVGeometry.from_config(tiny_model_path), dtype=torch.float32)
     name = str(tiny_model_path)
@@ -48,6 +50,7 @@ async def test_an_embedded_engine_beside_the_cache_server(tiny_model_path: Path)
     assert found["cached tokens"].status == found["cache salt"].status == "pass"
 
 
+@pytest.mark.usefixtures("impatient")
 async def test_an_engine_that_ignores_salts(model: str) -> None:
     async with stack(model, honours_salts=False) as (options, _):
         found = await examined(options)
@@ -76,8 +79,8 @@ async def test_a_cache_server_that_is_full(model: str) -> None:
     assert "--l1-size-gb" in found["round trip"].remedy
 
 
-async def test_a_cache_server_on_which_something_is_left(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "ANSWER", 0.3)
+@pytest.mark.usefixtures("impatient")
+async def test_a_cache_server_on_which_something_is_left(model: str) -> None:
     async with stack(model, offloads=False, left={"sessions": 1}) as (options, server):
         server.fault(END_SESSION, "ignore")
         found = await examined(options)
@@ -89,7 +92,6 @@ async def test_a_cache_server_on_which_something_is_left(model: str, monkeypatch
 async def test_a_cache_server_on_which_the_engines_sessions_are_left(
     model: str, earlier: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "ANSWER", 0.3)
     async with stack(model, left={"sessions": 1}) as (options, server):
         status = server.status
         pulled = {"9": {"model_name": model, "world_size": 1}}

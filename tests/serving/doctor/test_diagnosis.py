@@ -13,7 +13,7 @@ import pytest
 from lmcache_stream import portal
 from lmcache_stream.errors import UsageError
 from lmcache_stream.kvcache.mp.context import MPKVCacheContext
-from lmcache_stream.serving.doctor import DoctorOptions, diagnose, limits
+from lmcache_stream.serving.doctor import DoctorOptions, diagnose
 from lmcache_stream.serving.doctor.diagnosis import printable
 from tests.serving.doctor.examination import examined, only_failure, the
 from tests.serving.doctor.stack import CHUNK, options_for, stack
@@ -67,7 +67,6 @@ async def test_what_an_engine_does_not_publish_is_no_fault(model: str) -> None:
 
 
 async def test_cancelled_it_leaves_nothing(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "ARRIVAL", 60.0)
     async with stack(model, offloads=False) as (options, server):
         clients = server.clients
         waiting = asyncio.Event()
