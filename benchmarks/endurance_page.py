@@ -101,7 +101,7 @@ def section(found: Mapping[str, Any]) -> str:
         share = mutation["killed"] / mutation["mutants"]
         much = f"{mutation['mutants']:,} faults in `stream/`, `sse.py` and `codec.py`"
         lines.append(
-            markdown_row(("faults put into the code (`make mutation`)", much, f"{share:.1%} noticed by a test"))
+            markdown_row(("faults put into the code (`make mutation`)", much, f"{100 * share:.1f} % noticed by a test"))
         )
     if {"coverage", "coverage-core"} <= found.keys():
         whole, core = found["coverage"], found["coverage-core"]
@@ -112,7 +112,7 @@ def section(found: Mapping[str, Any]) -> str:
         much = f"{len(rounds)} times in a row, {sum(one['seconds'] for one in rounds) / 60:.0f} minutes"
         passed = sum(one["passed"] for one in rounds)
         failed = sum(one["failed"] for one in rounds)
-        what = "all tests, in another order each time, two at a time (`make repeats`)"
+        what = "all tests that need no other server, in another order each time, two at a time (`make repeats`)"
         lines.append(markdown_row((what, much, f"{passed:,} passed, {failed} failed")))
     return "\n".join([*lines, "", f"On {found['machine']['cpu']}, {found['machine']['cores']} cores."])
 
@@ -124,10 +124,13 @@ def of_one_soak(soak: Mapping[str, Any]) -> tuple[str, str]:
     )
     came_to = (
         f"{soak['wrong_tokens']} wrong tokens, {soak['wrong_states']} wrong states, {soak['unexpected_errors']} other "
-        f"errors, {len(soak['left'])} things left behind; memory {soak['slope_mib_per_minute']:+.2f} MiB a minute"
+        f"errors, {len(soak['left'])} things left behind; memory {soak['slope_mib_per_minute']:+.2f} MiB a minute, "
+        f"{soak['growth_mib']:+.1f} in all"
     )
     if ran_out := soak.get("ran_out"):
-        came_to += f"; {ran_out} locks whose release a broken connection swallowed ran out"
+        came_to += (
+            f"; {ran_out} locks, whose release a broken connection swallowed, the server let go of by its own clock"
+        )
     return much, came_to
 
 

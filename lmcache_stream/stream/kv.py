@@ -220,6 +220,8 @@ class StreamKV:
         if not isinstance(result, tuple | list) or len(result) != 2:
             raise UsageError(f"fn must return (new_kv, new_tokens) or None, not {type(result).__name__}")
         new_kv, new_tokens = result
+        if not isinstance(new_kv, torch.Tensor) and isinstance(new_tokens, torch.Tensor) and new_tokens.ndim == 4:
+            raise UsageError("fn must return (new_kv, new_tokens), in this order: KV came second")
         return Edit(kv=new_kv, tokens=tuple(check_token_ids(new_tokens, "new_tokens")), kept_positions=None)
 
     async def _store(self, kv: torch.Tensor, ids: list[int], *, tail: Sequence[int], timeout: float | None) -> int:
@@ -310,8 +312,11 @@ class StreamKV:
 def _check_pair(kv: Any, tokens: Sequence[int], *, like: tuple[torch.Size, torch.dtype] | None) -> list[int]:
     """The ids that go with KV `[2, L, T, D]`; `like`: shape and dtype that an edit must keep."""
     ids = check_token_ids(tokens, "tokens")
-    if not isinstance(kv, torch.Tensor) or kv.ndim != 4:
-        raise UsageError(f"KV must be a tensor [2, L, T, D], not {getattr(kv, 'shape', type(kv).__name__)}")
+    if not isinstance(kv, torch.Tensor):
+        kind = f"{type(kv).__module__}.{type(kv).__qualname__}".removeprefix("builtins.")
+        raise UsageError(f"KV must be a torch.Tensor [2, L, T, D], not {kind}")
+    if kv.ndim != 4:
+        raise UsageError(f"KV must be [2, L, T, D], four dimensions, not {list(kv.shape)}")
     if kv.shape[2] != len(ids):
         raise UsageError(f"KV of {kv.shape[2]} tokens does not fit {len(ids)} ids: give one id for each token of it")
     if like is not None:

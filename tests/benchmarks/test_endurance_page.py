@@ -87,5 +87,5 @@ def test_what_the_targets_leave_is_read(endurance_page: ModuleType, tmp_path: Pa
     assert found["repeats"] == [{"passed": 5, "failed": 2, "seconds": 61}]
     table = endurance_page.section({**found, "machine": {"cpu": "a CPU", "cores": 2}})
     assert "7 operations, 2 faults of 1 kinds, 5 tokens checked | 0 wrong tokens" in table
-    assert "90.0% noticed by a test" in table
+    assert "90.0 % noticed by a test" in table
     assert "1.2 million runs in 10 minutes | 0 failures" in table
