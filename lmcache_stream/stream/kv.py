@@ -314,9 +314,9 @@ def _check_pair(kv: Any, tokens: Sequence[int], *, like: tuple[torch.Size, torch
     ids = check_token_ids(tokens, "tokens")
     if not isinstance(kv, torch.Tensor):
         kind = f"{type(kv).__module__}.{type(kv).__qualname__}".removeprefix("builtins.")
-        raise UsageError(f"KV must be a torch.Tensor [2, L, T, D], not {kind}")
+        raise UsageError(f"KV must be a torch tensor [2, L, T, D], not {kind}")
     if kv.ndim != 4:
-        raise UsageError(f"KV must be [2, L, T, D], four dimensions, not {list(kv.shape)}")
+        raise UsageError(f"KV must be a torch tensor [2, L, T, D], not one of shape {list(kv.shape)}")
     if kv.shape[2] != len(ids):
         raise UsageError(f"KV of {kv.shape[2]} tokens does not fit {len(ids)} ids: give one id for each token of it")
     if like is not None:

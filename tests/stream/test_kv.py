@@ -536,10 +536,10 @@ async def test_nothing_to_store_is_told_of_as_well(one: Setup) -> None:
         (3, r"fn must return \(new_kv, new_tokens\) or None, not int"),
         ((torch.zeros(2), ["a"]), r"new_tokens\[0\] is 'a', not a token id"),
         (([1], torch.zeros(2, 1, 1, 2)), r"must return \(new_kv, new_tokens\), in this order: KV came second"),
-        ((np.zeros((2, 1, 1, 2)), [1]), r"KV must be a torch.Tensor \[2, L, T, D\], not numpy.ndarray$"),
-        (([2.0], [1]), r"KV must be a torch.Tensor \[2, L, T, D\], not list$"),
-        ((torch.zeros(2, 1, 2), [1]), r"KV must be \[2, L, T, D\], four dimensions, not \[2, 1, 2\]$"),
-        ((torch.zeros(2), torch.tensor([1])), r"four dimensions, not \[2\]$"),
+        ((np.zeros((2, 1, 1, 2)), [1]), r"KV must be a torch tensor \[2, L, T, D\], not numpy.ndarray$"),
+        (([2.0], [1]), r"KV must be a torch tensor \[2, L, T, D\], not list$"),
+        ((torch.zeros(2, 1, 2), [1]), r"KV must be a torch tensor \[2, L, T, D\], not one of shape \[2, 1, 2\]$"),
+        ((torch.zeros(2), torch.tensor([1])), r"not one of shape \[2\]$"),
     ],
 )
 async def test_a_result_that_is_no_edit_is_named(one: Setup, result: Any, said: str) -> None:
